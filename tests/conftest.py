@@ -27,7 +27,7 @@ from tests.forms import long
 from tests.model_hub import models  # noqa: F401 (fixture)
 from tests.processes import ForkedProgram
 from tests.project import CHECKPOINTS, SETTINGS, Project
-from tests.s3_server import google, s3, s3_server  # noqa: F401 (fixtures)
+from tests.s3_server import s3, s3_server  # noqa: F401 (fixtures)
 from tests.wheels import wheel  # noqa: F401 (fixture)
 
 # Several test processes share the cores; tiny models are no faster on two threads. Read when torch is imported.

@@ -23,15 +23,18 @@ def ip(*arguments: str) -> None:
 
 @dataclass
 class Host:
-    """A network namespace, a folder and a scratch folder. hidden: folders that it does not see, such as the other's.
-    names: host name -> address, its /etc/hosts, if it has a name."""
+    """A network namespace, a folder and a scratch folder.
+
+    hidden: folders that it does not see, such as the other's
+    names: host name -> address, its /etc/hosts
+    """
 
     name: str
     folder: Path
     scratch: str
     store: str  # the endpoint
+    hostname: str
     hidden: list[Path] = field(default_factory=list)
-    hostname: str = ""
     names: dict[str, str] = field(default_factory=dict)
     mounts: dict[Path, Path] = field(default_factory=dict)  # where -> a folder of this machine
     environment: dict[str, str] = field(default_factory=dict)
@@ -44,14 +47,12 @@ class Host:
         environment |= {"HOME": str(self.folder), "OMP_NUM_THREADS": "1", **self.environment}
         steps = [f"mount --bind {folder} {place}" for place, folder in self.mounts.items()]
         steps += [f"mount -t tmpfs tmpfs {path}" for path in self.hidden]
-        if self.hostname:
-            hosts = self.folder / "hosts"
-            rows = {"localhost": "127.0.0.1", **self.names}
-            hosts.write_text("".join(f"{address} {name}\n" for name, address in rows.items()))
-            switch = self.folder / "nsswitch.conf"
-            switch.write_text("hosts: files\n")  # nobody answers for other names
-            steps += [f"hostname {self.hostname}", f"mount --bind {hosts} /etc/hosts"]
-            steps += [f"mount --bind {switch} /etc/nsswitch.conf"]
+        hosts, switch = self.folder / "hosts", self.folder / "nsswitch.conf"
+        rows = {"localhost": "127.0.0.1", **self.names}
+        hosts.write_text("".join(f"{address} {name}\n" for name, address in rows.items()))
+        switch.write_text("hosts: files\n")  # nobody answers for other names
+        steps += [f"hostname {self.hostname}", f"mount --bind {hosts} /etc/hosts"]
+        steps += [f"mount --bind {switch} /etc/nsswitch.conf"]
         inside = ["sh", "-ec", "; ".join([*steps, 'exec "$@"']), "sh", *map(str, command)]
         out, errors = (log.open("w"), subprocess.STDOUT) if log else (subprocess.PIPE, subprocess.PIPE)
         return subprocess.Popen(
@@ -87,17 +88,13 @@ class Host:
 
 
 @contextmanager
-def network(name: str, here: str, there: str, bridge: str = "") -> Iterator[None]:
-    """A namespace with one cable to here, which has the address `here`, or to a bridge."""
+def network(name: str, address: str, bridge: str) -> Iterator[None]:
+    """A namespace with one cable to a bridge."""
     try:
         ip("netns", "add", name)
         ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
-        if bridge:
-            ip("link", "set", f"{name}a", "master", bridge)
-        else:
-            ip("addr", "add", f"{here}/24", "dev", f"{name}a")
-        ip("link", "set", f"{name}a", "up")
-        for arguments in (("addr", "add", f"{there}/24", "dev", f"{name}b"), ("link", "set", f"{name}b", "up")):
+        ip("link", "set", f"{name}a", "master", bridge, "up")
+        for arguments in (("addr", "add", f"{address}/24", "dev", f"{name}b"), ("link", "set", f"{name}b", "up")):
             ip("-n", name, *arguments)
         ip("-n", name, "link", "set", "lo", "up")
         yield
@@ -121,36 +118,31 @@ def switch(name: str, address: str) -> Iterator[None]:
 
 
 @contextmanager
-def hosts_of(folders: Mapping[str, Path], joined: bool = False) -> Iterator[list[tuple[Host, str]]]:
-    """A host for each name and folder, with this machine's address in its network. joined: all are in one network, and
-    know each other's names; otherwise each has a network of its own, which reaches this machine alone."""
-    made: list[tuple[Host, str]] = []
+def hosts_of(folders: Mapping[str, Path]) -> Iterator[tuple[list[Host], str]]:
+    """A host for each name and folder, in one network, in which they resolve each other's names; and the address of
+    this machine there."""
+    made: list[Host] = []
+    prefix, here = f"lp{os.getpid() % 100_000}", "10.213.0.1"
     with ExitStack() as stack:
         try:
-            bridge = f"lp{os.getpid() % 100_000}s" if joined else ""
-            if joined:
-                stack.enter_context(switch(bridge, "10.213.0.1"))
+            stack.enter_context(switch(f"{prefix}s", here))
             for number, (hostname, folder) in enumerate(folders.items(), 1):
-                name = f"lp{os.getpid() % 100_000}{number}"
-                net = 0 if joined else number
-                here, there = f"10.213.{net}.1", f"10.213.{net}.{number + 1}"
-                stack.enter_context(network(name, here, there, bridge))
-                scratch = stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix="lp", dir="/tmp")
-                )  # for sockets: short
-                host = Host(name, folder, scratch, "", hostname=hostname if joined else "")
-                made.append((host, here))
-                for other, _ in made:
-                    other.names[hostname] = there
+                address = f"10.213.0.{number + 1}"
+                stack.enter_context(network(f"{prefix}{number}", address, f"{prefix}s"))
+                scratch = tempfile.TemporaryDirectory(prefix="lp", dir="/tmp")  # for sockets: a short path
+                host = Host(f"{prefix}{number}", folder, stack.enter_context(scratch), "", hostname)
+                made.append(host)
+                for other in made:
+                    other.names[hostname] = address
                     host.names |= other.names
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no network namespaces: {error}")
-        for host, _ in made:
-            host.hidden += [other.folder for other, _ in made if other is not host]
+        for host in made:
+            host.hidden += [other.folder for other in made if other is not host]
         try:
-            yield made
+            yield made, here
         finally:
-            for host, _ in made:
+            for host in made:
                 for process in host.processes():
                     with suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)

@@ -1,5 +1,4 @@
-"""A server of S3 (moto's) and of Google Cloud Storage on loopback, which counts requests and answers some of them as a
-store in trouble would."""
+"""A server of S3 (moto's) on loopback, which counts requests and answers some of them as a store in trouble would."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -39,22 +38,25 @@ BODY_FAULTS: dict[str, Callable[[bytes], bytes]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked: the operation, by a name of its server, and the object's key or prefix."""
+    """operation: its name in S3's API. key: key or prefix of the objects."""
 
     operation: str
     key: str
 
 
-class RecordedRequests:
-    """`answer(request)` names what goes wrong with a request, by a word of its server; "" lets it pass."""
+class S3Server:
+    """`answer(request)` names the fault of a request; "" lets it pass. Faults: one of ERRORS, "cut" (the connection
+    ends in the middle of the body), "short" (half of the body, as if that were all), "long" (more than all), "damaged"
+    (some bytes are others), "dropped" (no answer) or "lost" (it is done, and there is no answer). Operations have their
+    names in S3's API."""
 
-    def __init__(self) -> None:
-        self.url = ""
-        self.requests: list[Request] = []
-        self.answer: Callable[[Request], str] = lambda request: ""
+    def __init__(self, app: Callable) -> None:
+        self._app, self.url = app, ""
+        self.reset()
 
     def reset(self) -> None:
-        self.requests, self.answer = [], lambda request: ""
+        self.requests: list[Request] = []
+        self.answer: Callable[[Request], str] = lambda request: ""
 
     def counts(self) -> Counter[str]:
         return Counter(request.operation for request in self.requests)
@@ -68,16 +70,6 @@ class RecordedRequests:
             return left.pop() if wanted and left else ""
 
         self.answer = answer
-
-
-class S3Server(RecordedRequests):
-    """Operations have their names in S3's API. What goes wrong: one of ERRORS, "cut" (the connection ends in the middle
-    of the body), "short" (half of the body, as if that were all), "long" (more than all), "damaged" (some bytes are
-    others), "dropped" (no answer) or "lost" (it is done, and there is no answer)."""
-
-    def __init__(self, app: Callable) -> None:
-        super().__init__()
-        self._app = app
 
     @property
     def backend(self) -> Any:
@@ -99,8 +91,6 @@ class S3Server(RecordedRequests):
         self.backend.reset()
 
     def __call__(self, environ: dict[str, Any], start_response: Callable) -> Iterable[bytes]:
-        if not environ.get("HTTP_AUTHORIZATION", "").startswith("AWS4"):
-            _from_google(environ)
         request = _describe(environ)
         self.requests.append(request)
         trouble = self.answer(request)
@@ -124,16 +114,6 @@ class S3Server(RecordedRequests):
         kept = BODY_FAULTS.get(trouble, bytes)(body)
         start_response(started[0], [*headers, ("Content-Length", str(len(body if trouble == "cut" else kept)))])
         return _cut(kept) if trouble == "cut" else [kept]
-
-
-def _from_google(environ: dict[str, Any]) -> None:
-    """Make a request to Google Cloud Storage's XML interface one to S3, whose words differ a little."""
-    signed = "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
-    environ["HTTP_AUTHORIZATION"] = signed
-    if "HTTP_X_GOOG_COPY_SOURCE" in environ:
-        environ["HTTP_X_AMZ_COPY_SOURCE"] = environ["HTTP_X_GOOG_COPY_SOURCE"]
-    if environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH") == "0":
-        environ["HTTP_IF_NONE_MATCH"] = "*"
 
 
 def _cut(kept: bytes) -> Iterator[bytes]:
@@ -210,12 +190,3 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     yield s3_server
     s3_server.reset()
     s3_server.clear()
-
-
-@pytest.fixture
-def google(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """The same server as Google Cloud Storage."""
-    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", s3.url)
-    return s3

@@ -29,7 +29,7 @@ DOCKER = "needs Docker"
 PIP = "installs; tests/test_wheel.py installs each way in environments of its own"
 ELSEWHERE = "needs another machine"
 CARD = "needs a card"
-HOSTS = "tests/torture/test_two_hosts_train.py runs it on two hosts"
+HOSTS = "tests/torture/test_two_hosts.py runs it on two hosts"
 RAY = "tests/torture/test_ray.py runs it on a cluster"
 SET = "set for all commands of the document"
 #: document -> beginning of a command -> why it is not run.
@@ -94,10 +94,9 @@ SHELL = subprocess.Popen  # as it is before a test lets programs be forks
 
 
 def arguments(command: str) -> list[str]:
-    """Of a new process: programs are forks, but for the one that talks to the Hub, which is found when its library is
-    imported; all else is left to a shell."""
+    """Of a new process: programs are forks; all else is left to a shell."""
     words = shlex.split(command)
-    if words[0] == "latentpress" and words[1] != "push":
+    if words[0] == "latentpress":
         return [sys.executable, "-m", program_module(words[1]), *words[2:]]
     return ["bash", "-c", command]
 

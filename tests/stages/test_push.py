@@ -1,13 +1,14 @@
-"""`latentpress push`: uploaded files, the model card, and errors if the Hub refuses or the network fails."""
+"""`latentpress push`: what is uploaded, the model card, and what is told where the hub refuses or the network fails."""
 
 import getpass
 import json
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.numpy import save_file
 
@@ -28,14 +29,14 @@ CAPTION = "a caption that nobody else should read"
 @pytest.fixture
 def home(project: Callable[..., Project]) -> Project:
     prompts = [{"name": "one", "prompt": "a tabby | cat", "negative_prompt": "blurry <b>"}]
-    home_project = project(
+    made = project(
         validation={"size": "64x48", "prompts": prompts},
         train={"run": "run", "steps": 40, "adapter": {"rank": 4}},
         hub={"repo": REPO, "license": "apache-2.0", "tags": ["cats"]},
     )
-    home_project.image("cat.png", caption=CAPTION)
-    home_project.config()
-    return home_project
+    made.image("cat.png", caption=CAPTION)
+    made.config()
+    return made
 
 
 def finished(home: Project, *overrides: str) -> FakeRun:
@@ -59,7 +60,7 @@ def finished(home: Project, *overrides: str) -> FakeRun:
 
 
 def uploaded(hub: ModelHub) -> dict[str, bytes]:
-    return hub.repositories[REPO].files
+    return hub.files(REPO)
 
 
 def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -> None:
@@ -71,10 +72,9 @@ def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -
         files["pytorch_lora_weights.safetensors"]
         == (run.folder / "adapter/pytorch_lora_weights.safetensors").read_bytes()
     )
-    assert models.repositories[REPO].private and models.repositories[REPO].messages == ["Step 40 of run"]
-    assert models.tokens == {f"Bearer {TOKEN}", None} or models.tokens == {f"Bearer {TOKEN}"}
-    assert report.done == 3 and report.details["url"] == f"{models.url}/{REPO}"
-    assert report.details["commit"] == models.repositories[REPO].head
+    assert models.log(REPO) == ["private", "Step 40 of run"]
+    assert report.done == 3 and report.details["url"] == f"https://hub.invalid/{REPO}"
+    assert report.details["commit"] == models.repo_info(REPO).sha
     card = ModelCard(files["README.md"].decode())
     about = card.data.to_dict()
     assert about["base_model"] == home.config().model.flavour_spec.repo and about["base_model_relation"] == "adapter"
@@ -82,31 +82,30 @@ def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -
     assert {"lora", "diffusers", "cats"} <= set(about["tags"]) and about["library_name"] == "diffusers"
     assert about["widget"] == [{"text": "a tabby | cat", "output": {"url": "images/one.jpg"}}]
     assert r"| a tabby \| cat<br>*negative prompt:* blurry &lt;b> |" in card.content
-    assert "Data: 12 training samples, 2 held-out samples, 14 texts." in card.content
+    assert "Data: 12 samples trained on, 2 held out, 14 texts." in card.content
     assert "Eval loss: 0.75 at step 40; lowest 0.5 at step 20." in card.content
     assert "clip score: 0.5 at step 40; best 0.75 at step 20." in card.content
     assert "| train.adapter.rank | 4 |" in card.content
-    second_report = home.run(push.run)
-    assert (second_report.done, second_report.skipped) == (0, 3) and len(models.repositories[REPO].messages) == 1
-    assert second_report.details["commit"] == report.details["commit"]
+    again = home.run(push.run)
+    assert (again.done, again.skipped) == (0, 3) and len(models.log(REPO)) == 2
+    assert again.details["commit"] == report.details["commit"]
     weights = run.folder / "adapter/pytorch_lora_weights.safetensors"
-    os.utime(weights)  # like a copy that does not keep times
+    os.utime(weights)  # as in a copy without times
     assert home.run(push.run).done == 0
     weights.write_bytes(weights.read_bytes()[::-1])
-    assert home.run(push.run).done == 3, "trained again"
+    assert home.run(push.run).done == 3, "trained anew"
 
 
 @pytest.mark.parametrize("linked", ["adapter", "adapter/pytorch_lora_weights.safetensors"])
 def test_what_is_elsewhere_is_not_uploaded(home: Project, models: ModelHub, linked: str) -> None:
     path = finished(home).folder / linked
     path.symlink_to(path.rename(home.folder / "elsewhere"))
-    with pytest.raises(LatentpressError, match=r"pytorch_lora_weights\.safetensors is a link"):
+    with pytest.raises(LatentpressError, match=r"weights\.safetensors is a link to a place outside of .*run"):
         home.run(push.run)
     (home.folder / "elsewhere").rename(home.folder / "away")
-    with pytest.raises(LatentpressError, match=r"pytorch_lora_weights\.safetensors") as caught:
+    with pytest.raises(LatentpressError, match=r"pytorch_lora_weights\.safetensors: missing"):
         home.run(push.run)
-    assert "latentpress train" in caught.value.next_step
-    assert models.requests == []
+    assert not models.folder.exists()
 
 
 def test_a_picture_that_is_elsewhere_is_not_uploaded(home: Project, models: ModelHub) -> None:
@@ -119,11 +118,11 @@ def test_a_picture_that_is_elsewhere_is_not_uploaded(home: Project, models: Mode
 def test_a_result_that_is_malformed_or_a_pipe_is_named(home: Project, models: ModelHub) -> None:
     note = finished(home).folder / "result.json"
     note.write_bytes(format_record({"step": -1, "result": "", "weights": ""}))
-    with pytest.raises(LatentpressError, match=r"result\.json.*step"):
+    with pytest.raises(LatentpressError, match=r"result\.json is damaged: .*step"):
         home.run(push.run)
     note.unlink()
     os.mkfifo(note)
-    with pytest.raises(LatentpressError, match="is not a regular file"):
+    with pytest.raises(LatentpressError, match=r"result\.json can't be read: .*is no regular file"):
         home.run(push.run)
 
 
@@ -151,7 +150,7 @@ def test_the_lowest_eval_loss_is_of_the_samples_of_the_last_one(home: Project) -
 def test_a_dry_run_writes_the_card_and_asks_nobody(home: Project, models: ModelHub) -> None:
     run = finished(home)
     report = home.run(push.run, dry_run=True)
-    assert models.requests == [] and (report.done, report.remaining) == (0, 3)
+    assert not models.folder.exists() and (report.done, report.remaining) == (0, 3)
     assert [row["file"] for row in report.details["files"]] == [
         *("README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"),
     ]
@@ -165,8 +164,8 @@ def test_a_dry_run_writes_the_card_and_asks_nobody(home: Project, models: ModelH
 def test_the_repository_of_the_command_line(home: Project, models: ModelHub) -> None:
     finished(home)
     home.run(push.run, repo="me/other")
-    assert list(models.repositories) == ["me/other"]
-    with pytest.raises(LatentpressError, match=r"hub\.repo") as caught:
+    assert [path.name for path in models.folder.glob("me/*/")] == ["other"]
+    with pytest.raises(LatentpressError, match="no repository is named") as caught:
         home.run(push.run, "hub.repo=null")
     assert caught.value.exit_code == 2
 
@@ -178,74 +177,69 @@ def test_a_public_repository_is_only_written_to_where_that_is_wanted(
     private: bool,
 ) -> None:
     finished(home)
-    HfApi(endpoint=models.url).create_repo(REPO, private=False)
+    models.create_repo(REPO, private=False)
     if private:
-        with pytest.raises(LatentpressError, match=r"hub\.private"):
+        with pytest.raises(LatentpressError, match=r"is public, and hub\.private is true"):
             home.run(push.run)
         assert uploaded(models) == {}
     else:
         home.run(push.run, "hub.private=false")
-        assert len(uploaded(models)) == 3 and not models.repositories[REPO].private
-
-
-def refuse(part: str, status: int | str) -> Callable[[str, str], int | str]:
-    return lambda method, path: status if part in path else 0
+        assert len(uploaded(models)) == 3 and models.log(REPO)[0] == "public"
 
 
 FAULTS = {
-    ("/api/repos/create", 401): "token",
-    ("/commit/", 403): "write access to me/tabby-lora",
-    ("/commit/", 412): "me/tabby-lora was changed",
-    ("/commit/", "cut"): "connection",
-    ("/commit/", 500): "answered 500",
+    ("create_repo", 401): "refuses the token, or there is none",
+    ("create_commit", 403): "has no right to write to me/tabby-lora",
+    ("create_commit", 412): "was changed meanwhile",
+    ("create_commit", "cut"): "can't be uploaded: the connection failed",
+    ("create_commit", 500): "answered 500",
 }
 
 
-@pytest.mark.parametrize("part, status", FAULTS)
+@pytest.mark.parametrize("method, status", FAULTS)
 def test_what_fails_is_told_and_the_next_push_does_it(
     home: Project,
     models: ModelHub,
-    part: str,
+    method: str,
     status: int | str,
 ) -> None:
     finished(home)
-    models.answer = refuse(part, status)
-    with pytest.raises(LatentpressError, match=FAULTS[part, status]) as caught:
+    models.failures[method] = status
+    with pytest.raises(LatentpressError, match=FAULTS[method, status]) as caught:
         home.run(push.run)
     error = json.dumps(caught.value.to_dict())
     assert TOKEN not in error + home.said and caught.value.exit_code == 3 and caught.value.next_step
-    models.answer = lambda method, path: 0
+    models.failures.clear()
     report = home.run(push.run)
     assert report.done == 3 and len(uploaded(models)) == 3
 
 
 def test_another_commit_in_between_is_not_overwritten(
-    home: Project,
-    models: ModelHub,
+    home: Project, models: ModelHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished(home)
+    before = models.repo_info
 
-    def interfere(method: str, path: str) -> int:
-        if "/preupload/" in path:
-            models.repositories[REPO].head = "f" * 40
-        return 0
+    def commit_right_after(repo: str) -> SimpleNamespace:
+        found = before(repo)
+        with (models.folder / f"{repo}.log").open("a") as log:
+            log.write("another commit\n")
+        return found
 
-    models.answer = interfere
-    with pytest.raises(LatentpressError, match=f"{REPO} was changed"):
+    monkeypatch.setattr(models, "repo_info", commit_right_after)
+    with pytest.raises(LatentpressError, match="was changed meanwhile"):
         home.run(push.run)
     assert uploaded(models) == {}
 
 
 def test_a_run_that_is_not_finished_has_nothing_to_upload(home: Project, models: ModelHub) -> None:
-    with pytest.raises(LatentpressError, match="trained run") as caught:
+    with pytest.raises(LatentpressError, match="there is no trained run"):
         home.run(push.run)
-    assert "latentpress run" in caught.value.next_step
     run = finished(home)
     (run.folder / "result.json").unlink()
-    with pytest.raises(LatentpressError, match="not finished") as caught:
+    with pytest.raises(LatentpressError, match="is not finished"):
         home.run(push.run)
-    assert "latentpress run" in caught.value.next_step
-    assert models.requests == []
+    assert not models.folder.exists()
 
 
 def test_a_full_rank_model_is_uploaded_by_component_without_its_path(
@@ -261,7 +255,7 @@ def test_a_full_rank_model_is_uploaded_by_component_without_its_path(
     (folder / "notes.json").write_text("{}")
     (folder / "mine.safetensors").write_bytes(b"stale")
     (folder / "config.json").write_text("[")
-    with pytest.raises(LatentpressError, match=r"config\.json can"):
+    with pytest.raises(LatentpressError, match=r"config\.json can't be read: .*line 1"):
         home.run(push.run)
     (folder / "config.json").write_text(json.dumps(config))
     home.run(push.run)

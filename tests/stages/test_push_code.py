@@ -1,4 +1,4 @@
-"""The unchanged code of a model card: a complete tiny checkpoint makes a picture or clip with the uploaded weights."""
+"""The code of a model card, run as it is: a whole tiny checkpoint makes a picture or clip with what was uploaded."""
 
 import re
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from tests.trained_weights import save_changed_weights
 pytestmark = pytest.mark.slow
 REPO = "me/tabby"
 LORA, DORA, LOKR, FULL = {"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}, {"type": "full"}
-EXPERTS = "wan2.2-a14b-t2v"  # the second expert is trained
+EXPERTS = "wan2.2-a14b-t2v"  # of which the second is trained
 T2I, SIZES = (
     "kandinsky5-image-t2i",
     {"kandinsky5-video-t2v": "64x64@5", "kandinsky5-video-i2v": "64x64@17", EXPERTS: "64x64@5"},
 )
 CASES = [
-    # Loading of weights depends only on the adapter, arguments of the pipeline only on the task.
+    # How weights are loaded depends on the adapter alone, what the pipeline is given on the task alone.
     *((T2I, adapter) if adapter == LORA else long(T2I, adapter) for adapter in (LORA, DORA, LOKR, FULL)),
     *(("sana", adapter) if adapter == FULL else long("sana", adapter) for adapter in (LORA, DORA, LOKR, FULL)),
     *(
@@ -42,8 +42,8 @@ CASES = [
 
 
 @pytest.fixture
-def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, in which repositories are folders, which diffusers supports. Without a card."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, in which a repository is a folder, as diffusers takes it to be; no card."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -52,9 +52,9 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub, working_directory: Path) -> str:
-    """Upload the weights of a finished run, and place the files of the repository and the base model in the working
-    directory. Returns the code of the card."""
+def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub, here: Path) -> str:
+    """Upload the weights of a finished run; the files of the repository, and the base model, then lie in `here`. The
+    code of the card."""
     run, size = FakeRun(home), SIZES.get(kind, "64x64")
     run.metrics(step_line(4))
     about = {"prompt": "a grey cat", "negative_prompt": "blurry", "bucket": size, "steps": 2, "guidance": 2.0}
@@ -66,15 +66,15 @@ def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub
     (run.folder / "result.json").write_bytes(format_record({"step": 4, "result": "", "weights": "trained"}))
     home.run(push.run)
     repo = f"{REPO}-low" if kind == EXPERTS else REPO
-    for name, content in models.repositories[repo].files.items():
-        (working_directory / repo / name).parent.mkdir(parents=True, exist_ok=True)
-        (working_directory / repo / name).write_bytes(content)
-    base = working_directory / run.config.model.flavour_spec.repo
+    for name, content in models.files(repo).items():
+        (here / repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / repo / name).write_bytes(content)
+    base = here / run.config.model.flavour_spec.repo
     base.parent.mkdir(parents=True)
     base.symlink_to(checkpoint)
-    match = re.search(r"```python\n(.*?)```", (working_directory / repo / "README.md").read_text(), re.DOTALL)
-    assert match is not None
-    return match[1]
+    found = re.search(r"```python\n(.*?)```", (here / repo / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub
 def test_the_code_of_the_card_runs(
     project: Callable[..., Project],
     models: ModelHub,
-    working_directory: Path,
+    here: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     adapter: dict[str, Any],
@@ -93,9 +93,9 @@ def test_the_code_of_the_card_runs(
     home.settings["train"] |= {"experts": "low"} if kind == EXPERTS else {}
     home.settings["validation"] = {"size": size, "fps": 10.0}
     home.settings["datasets"][0] |= {"conditioning_data": "sources"} if "i2i" in kind else {}
-    code = push_run(home, kind, adapter, models, working_directory)
+    code = push_run(home, kind, adapter, models, here)
     load, frames = diffusers.DiffusionPipeline.from_pretrained.__func__, []
-    without = missing_components(home.config())  # torchvision, which the card installs
+    without = missing_components(home.config())  # torchvision, which the card asks for
 
     def load_here(cls: type, *args: Any, **options: Any) -> Any:
         assert options["dtype"] == torch.float32
@@ -106,37 +106,35 @@ def test_the_code_of_the_card_runs(
         frames.extend(result)
 
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(load_here))
-    monkeypatch.setattr(
-        diffusers.utils, "export_to_video", keep_frames
-    )  # needs imageio-ffmpeg, which the card installs
+    monkeypatch.setattr(diffusers.utils, "export_to_video", keep_frames)  # needs imageio-ffmpeg, which it asks for
     names: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), names)
     if kind in SIZES:
         assert len(frames) == int(size.partition("@")[2])
     else:
-        with Image.open("out.png") as picture:
-            assert picture.size == (64, 64)
+        with Image.open("out.png") as made:
+            assert made.size == (64, 64)
     if kind == EXPERTS:
         assert "guidance_scale_2=1.5" in code and not hasattr(names["pipe"].transformer, "peft_config")
-        check_weights(names["pipe"].transformer_2, adapter, working_directory / f"{REPO}-low", "transformer_2")
+        check_weights(names["pipe"].transformer_2, adapter, here / f"{REPO}-low", "transformer_2")
     else:
-        check_weights(names["pipe"].transformer, adapter, working_directory / REPO)
+        check_weights(names["pipe"].transformer, adapter, here / REPO)
 
 
 def check_weights(
     transformer: torch.nn.Module, adapter: dict[str, Any], folder: Path, part: str = "transformer"
 ) -> None:
-    """Check that the pipeline contains the uploaded weights."""
+    """Those that were uploaded are in the pipeline."""
     from safetensors.torch import load_file
 
     name = f"{part}/diffusion_pytorch_model" if adapter["type"] == "full" else "pytorch_lora_weights"
-    saved, state = load_file(folder / f"{name}.safetensors"), transformer.state_dict()
+    saved, own = load_file(folder / f"{name}.safetensors"), transformer.state_dict()
     if adapter["type"] == "full":
-        assert saved.keys() == state.keys()
+        assert saved.keys() == own.keys()
         for name, value in saved.items():
-            torch.testing.assert_close(state[name], value)
+            torch.testing.assert_close(own[name], value)
         return
     mark = "lokr_" if adapter["type"] == "lokr" else "lora_"
-    loaded = [value for name, value in state.items() if mark in name]
+    loaded = [value for name, value in own.items() if mark in name]
     assert len(loaded) == len(saved) and all(value.abs().max() > 0 for value in loaded)
     assert sum(map(torch.numel, loaded)) == sum(map(torch.numel, saved.values()))

@@ -57,7 +57,7 @@ def no_secret(home: Project, log: str) -> None:
 def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
     forked_programs: None, home: Project, models: ModelHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models.answer = lambda method, path: 401
+    models.failures["create_repo"] = 401
     with serve_webhook() as live:
         monkeypatch.setenv("LIVE_HOOK", live.url)
         code, report, log = run(home)
@@ -68,7 +68,7 @@ def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
         assert [(row["program"], row["exit_code"]) for row in unsent] == [("notify", 3)]
         assert "DEAD_HOOK" in Path(unsent[0]["log"]).read_text()
         no_secret(home, log)
-        models.answer = lambda method, path: 0
+        models.failures.clear()
         code, report, log = run(home)
         assert code == 0 and report["done"] == 0, "a dead webhook has no effect"
         assert live.texts() == texts, "no message is sent twice"
@@ -78,10 +78,8 @@ def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
     assert len(texts) == 2 + len(beginnings) and all(any(words in text for text in texts) for words in beginnings)
     assert "started" in texts[0] and "finished" in texts[-1]
     assert sum(bool(each["attachments"]) for each in live.received) == 3
-    assert report["details"]["hub"] == f"{models.url}/me/colors" and report["remaining"] == 0
-    assert {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"} == {
-        *models.repositories["me/colors"].files
-    }
+    assert report["details"]["hub"] == "https://hub.invalid/me/colors" and report["remaining"] == 0
+    assert {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"} == {*models.files("me/colors")}
     assert not (home.folder / "output/first/failure.json").exists()
     no_secret(home, log)
 

@@ -1,9 +1,9 @@
-"""What the torture tests share. Counts are small, and large in the long form."""
+"""Fixtures of the torture tests: moments from a seed, the steps that a store takes on the disk, tiny shards."""
 
+import importlib
 import io
 import os
-import resource
-import signal
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,22 +15,31 @@ from cache.shards import shard_io
 from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
 from cache.shards.tensors import Array
 from cache.store.store import Store
-from tests.processes import in_child
+from tests.project import Project
+from tests.torture.kills import Steps
+from tests.torture.programs import PROGRAMS, AtWork, Given
 
 COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}
 STEM = "text/f00d/t-1"
-Act = Callable[[], object]
 
 
-@pytest.fixture(params=["arrow", "webdataset"])
-def format(request) -> str:
-    return request.param
+@pytest.fixture
+def draw() -> random.Random:
+    """Random moments and places. TORTURE_SEED in the environment repeats those of a test that failed."""
+    seed = int(os.environ.get("TORTURE_SEED") or random.SystemRandom().randrange(1_000_000))
+    print(f"TORTURE_SEED={seed}")
+    return random.Random(seed)
+
+
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """Children are forks of a process that has imported torch: they are killed at work, not in an import."""
+    for stage in ("text", "vae", "vision", "captions", "features", "masks"):
+        importlib.import_module(f"stages.encoding.{stage}.worker")
 
 
 class Shards:
-    """One tiny unit of four rows, of which the second has no "pooled"."""
-
-    stem = STEM
+    """One tiny unit of four rows. The second has no "pooled"."""
 
     @staticmethod
     def row(number: int, width: int = 5) -> ShardRow:
@@ -51,72 +60,12 @@ class Shards:
             out.reject(RejectedMember("bad", "unreadable", "it is empty"))
             return out.finish()
 
-    @staticmethod
-    def files(store: Store) -> dict[str, bytes]:
-        """Everything that is listed."""
-        return {name: store.read_bytes(name) for name in store.list_names("")}
-
-
-@pytest.fixture
-def shards() -> type[Shards]:
-    return Shards
-
-
-def forked(work: Act, seconds: float = 0, memory: int = 0) -> int:
-    """Fork and do `work`: the signal that ended the child, or 0. seconds: it is killed after so many. memory: bytes
-    that it may take beyond its own."""
-
-    def limited() -> None:
-        if memory:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            most = pages * os.sysconf("SC_PAGE_SIZE") + memory
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        work()
-
-    code = in_child(limited)
-    assert code <= 0, "it raised"
-    return -code
-
-
-@pytest.fixture(name="forked")
-def _forked() -> Callable[..., int]:
-    return forked
-
-
-class Steps:
-    """Everything that a store does to the disk on the way to a new file, in order: `log` names the steps.
-
-    At step number `at` (from 0; -1: never) `act` is called, before the step is done; of a write, half is done. `only`
-    says which steps count, by their name (create, write, fsync, rename) and the path they are done to.
-    """
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.at, self.act = -1, lambda: None
-        self.only: Callable[[str, str], bool] = lambda name, path: True
-
-    def arm(self, at: int, act: Act, only: Callable[[str, str], bool] | None = None) -> None:
-        self.log, self.at, self.act = [], at, act
-        self.only = only or (lambda name, path: True)
-
-    def passed(self, name: str, path: str) -> bool:
-        if "/jobs/" in path or not self.only(name, path):  # reports of jobs are written at any time
-            return False
-        self.log.append(name)
-        return len(self.log) - 1 == self.at
-
-    def step(self, name: str, path: str) -> None:
-        if self.passed(name, path):
-            self.act()
-
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     """The steps of every store in this process, and in processes forked from it."""
     taken = Steps()
-    fsync, replace = os.fsync, os.replace
+    fsync, replace, unlink = os.fsync, os.replace, os.unlink
 
     class Raw(io.FileIO):
         def write(self, data) -> int:
@@ -138,7 +87,20 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
         taken.step("rename", target)
         replace(source, target)
 
+    def unlinked(path, **options) -> None:
+        if not str(path).endswith(".tmp"):
+            taken.step("unlink", str(path))
+        unlink(path, **options)
+
     monkeypatch.setattr(cache.store.files, "open", opened, raising=False)
     monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "unlink", unlinked)
     monkeypatch.setattr(cache.store.files, "replace", replaced)
     return taken
+
+
+@pytest.fixture
+def at_work(
+    project: Callable[..., Project], tiny: Callable[[str], Path], steps: Steps, imported: None
+) -> Callable[[str], AtWork]:
+    return lambda name: AtWork(PROGRAMS[name], Given(project, tiny), steps)

@@ -1,113 +1,66 @@
-"""What the tests that kill share: the moments, and what an encoding stage must leave behind.
+"""What happens to a process: it is killed, its disk is full, its memory or time is limited."""
 
-A child is forked from this process, which has imported torch already, so that a kill falls into the work and not into
-imports; it is killed with SIGKILL, which no handler sees.
-"""
-
+import errno
 import os
-import shutil
+import resource
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
-from cache.shards import shard_io
-from cache.store.store import Store
-from tests.processes import PATIENCE_S
-from tests.project import Project
+from tests.processes import in_child
 
-Only = Callable[[str, str], bool]
-FORMATS = ("arrow", "webdataset")
-SHARDS = (".arrow", ".tar")
+Act = Callable[[], object]
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def points(kind: str) -> dict[str, tuple[Only, int]]:
-    """Named moments of about the third shard of a kind: which steps count, and which of them it is."""
-    inside = f"/{kind}/"
-
-    def step(name: str, wanted: Callable[[str], bool]) -> Only:
-        return lambda taken, path: taken == name and inside in path and wanted(path)
-
-    return {
-        "during a write": (step("write", lambda path: ".json" not in path), 2),
-        "before the sync": (step("fsync", lambda path: path.endswith(".tmp")), 2),
-        "before the rename": (step("rename", lambda path: ".json" not in path), 2),
-        "after the rename": (step("fsync", lambda path: Path(path).parent.name == kind), 3),
-    }
+def fill_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-POINTS = tuple(points(""))
+def forked(work: Act, seconds: float = 0, memory: int = 0) -> int:
+    """Do `work` in a fork: the signal that ended the fork, or 0.
+
+    seconds: time after which it is killed, or 0
+    memory: bytes that it may take in addition to its own, or 0
+    """
+
+    def limited() -> None:
+        if memory:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * os.sysconf("SC_PAGE_SIZE") + memory
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        work()
+
+    code = in_child(limited)
+    assert code <= 0, "it raised"
+    return -code
 
 
-class Stage:
-    """An encoding stage in a project that is planned: its files, listed rejects included, and what they should be."""
+class Steps:
+    """Everything that a store does to the disk on the way to a new file, in order: `log` has the name of each step
+    (create, write, fsync, rename, unlink) and its path.
 
-    def __init__(self, home: Project, program: ModuleType) -> None:
-        self.home, self.program, self.kind = home, program, program.STAGE.kind
+    At step number `at` (from 0; -1: never) `act` is called, before the step is done; of a write, half is done.
+    """
 
-    @property
-    def points(self) -> dict[str, tuple[Only, int]]:
-        return points(self.kind)
+    def __init__(self) -> None:
+        self.arm(-1, lambda: None)
 
-    def run(self, *overrides: str, **options: object):
-        return self.home.run(self.program.run, *overrides, **options)
+    def arm(self, at: int, act: Act, at_every_step: bool = False) -> None:
+        self.log: list[tuple[str, str]] = []
+        self.at, self.act, self.at_every_step = at, act, at_every_step
 
-    def files(self) -> dict[str, bytes]:
-        """All that is listed of it."""
-        store = Store(self.home.root)
-        tops = (f"{self.kind}/", f"rejects/{self.program.STAGE.name}/")
-        return {name: store.read_bytes(name) for name in store.list_names("") if name.startswith(tops)}
+    def passed(self, name: str, path: str) -> bool:
+        if "/jobs" in path:  # reports of jobs are written at any time
+            return False
+        self.log.append((name, path))
+        return self.at_every_step or len(self.log) - 1 == self.at
 
-    def forget(self) -> None:
-        for top in (self.kind, "rejects"):
-            shutil.rmtree(self.home.root / top, ignore_errors=True)
-
-    def whole(self, *overrides: str) -> dict[str, bytes]:
-        """What a run that was never interrupted makes; nothing of it stays."""
-        report = self.run(*overrides)
-        assert (report.exit_code, report.remaining) == (0, 0)
-        made = self.files()
-        self.forget()
-        assert sum(name.endswith(SHARDS) for name in made) > 3
-        return made
-
-    def left(self, expected: dict[str, bytes]) -> int:
-        """How many files are missing. What is there must be whole, under its final name."""
-        left = self.files()
-        kept = {name: data for name, data in left.items() if not name.endswith(".tar.json")}
-        assert kept.items() <= expected.items(), "what is not whole stands under its final name"
-        assert not any(name.endswith(".tmp") for name in left)
-        return len(expected) - len(left)
-
-    def check(self, expected: dict[str, bytes], *overrides: str) -> int:
-        """What was left, and what the next run makes of it. How many files were missing."""
-        missing = self.left(expected)
-        report = self.run(*overrides)
-        assert (report.exit_code, report.remaining) == (0, 0)
-        assert self.files() == expected
-        return missing
-
-    def verify(self) -> None:
-        store = Store(self.home.root)
-        assert [shard_io.verify(store, name) for name in self.files() if name.endswith(SHARDS) and self.kind in name]
-
-
-def once(mark: Path) -> bool:
-    """True for one caller alone, of all processes."""
-    try:
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
-
-
-def wait_for(seen: Callable[[], object]) -> None:
-    limit = time.monotonic() + PATIENCE_S
-    while not seen():
-        assert time.monotonic() < limit, "what was waited for did not happen"
-        time.sleep(0.002)
+    def step(self, name: str, path: str) -> None:
+        if self.passed(name, path):
+            self.act()

@@ -1,225 +1,115 @@
-"""gc and verify beside stages at work: nothing needed or in the making is removed, and nothing whole is called damaged.
-
-At every step that a stage takes on the disk gc or verify runs in between, so no moment is missed by chance; and in
-processes of their own, again and again.
+"""gc and verify next to programs that write: nothing that is needed or being written is removed, and nothing whole is
+reported as damaged. They run at every step that the program takes on the disk, so that no moment is missed by chance.
 """
 
-import importlib
 import os
-import shutil
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from random import Random
 
 import pytest
 
 from cache.sets import rejects
 from cache.sets.rejects import make_reject
-from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
-from stages import bucket, discover, encode_latents, encode_text, gc, index, verify
-from tests.processes import Child
+from stages import gc, verify
 from tests.project import Project
-from tests.torture.conftest import Steps
-from tests.torture.kills import FORMATS, Stage, wait_for
+from tests.torture.conftest import Shards
+from tests.torture.kills import Steps
+from tests.torture.programs import AtWork
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-PROGRAMS = {"encode-text": encode_text, "encode-latents": encode_latents}
-OLD = "0" * 24  # a fingerprint that nothing uses
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm() -> None:
-    """The children fork from a process that has imported torch."""
-    for stage in ("text", "vae"):
-        importlib.import_module(f"stages.encoding.{stage}.worker")
-
-
-CASES = [(name, format) for name in PROGRAMS for format in FORMATS]
+UNUSED = "0" * 24  # a fingerprint that nothing uses
+PROGRAMS = ("bucket", "encode-text", "encode-latents", "index")
 
 
 @pytest.fixture
-def home(project) -> Project:
-    """Five photographs, each a unit of its own, and so its caption; planned. One is another picture since then."""
-    made = project("kandinsky5-image-t2i", cache={"unit_mib": 0.004})
-    for number in range(5):
-        made.image(f"{number}.png", (64, 64) if number % 2 else (128, 64), f"picture {number}", number)
-    made.run(discover.run)
-    made.run(bucket.run)
-    return made
-
-
-def another_picture(home: Project) -> None:
-    home.image("3.png", (64, 64), "picture 3", 99)
-
-
-def age(root: Path, days: float = 400) -> None:
-    for path in root.rglob("*"):
-        if path.is_file():
-            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - days * 86400))
-
-
-class Refuse:
-    """What gc should remove beside a stage: shards of another precision, of a unit that no plan has, lists."""
-
-    def __init__(self, home: Project, stage: Stage, override: str) -> None:
-        self.home, self.stage = home, stage
-        home.image("gone.png", (64, 64), "a picture that goes", 77)
-        self._plan()
-        assert stage.run(override).remaining == 0
-        made = stage.files()
-        for path in home.media.glob("gone.*"):
-            path.unlink()
-        self._plan()
-        another_picture(home)
-        store = Store(home.root)
-        units = {unit.unit_id for unit in current_plan(store, home.config()).units(stage.kind)}
-        needed = [name for name in made if name.split("/")[-1].split(".")[0] in units]
-        stage.forget()
-        self.expected = stage.whole(override)
-        for name, data in made.items():
-            if name not in needed and not name.endswith("provenance.json"):
-                store.publish_bytes(name, data)
-        (self.of_no_plan,) = [name for name in stage.files() if not name.endswith(".json")]
-        assert stage.run(override, "model.precision=bfloat16").remaining == 0
-        age(home.root)
-        self.renew()
-
-    def _plan(self) -> None:
-        self.home.run(discover.run)
-        self.home.run(bucket.run)
-
-    def renew(self) -> None:
-        """Something to remove right beside what a stage is about to write."""
-        store, name = Store(self.home.root), self.stage.program.STAGE.name
-        rejects.write_rejects(store, f"{name}/{OLD}", "unit-1", [make_reject(name, "x", "x", "corrupt", "x")])
-        age(self.home.root / "rejects" / name / OLD)
-
-    def check(self) -> None:
-        files = self.stage.files()
-        assert self.expected.items() <= files.items(), "gc removed what is needed"
-        more = {name for name in files if name not in self.expected and OLD not in name}
-        assert not more, "nothing was removed that could have been"
-
-
-@pytest.fixture
-def between(steps) -> Callable[[Steps, Callable[[], object]], None]:
-    """between(act): at every step that this process takes on the disk, `act`, whose own steps do not count."""
+def between(steps: Steps) -> Callable[[Callable[[], object]], None]:
+    """between(act): at every step of this process, `act`, whose own steps do not count."""
     turn, acting = threading.RLock(), []  # a stage writes in two threads
 
     def arm(act: Callable[[], object]) -> None:
-        def only(step: str, path: str) -> bool:
+        def act_alone() -> None:
             with turn:
                 if not acting:
-                    acting.append(step)
+                    acting.append(True)
                     try:
                         act()
                     finally:
-                        steps.log.append(acting.pop())
-            return False
+                        acting.clear()
 
-        steps.arm(-1, lambda: None, only)
+        steps.arm(-1, act_alone, at_every_step=True)
 
     return arm
 
 
-@pytest.mark.parametrize(("name", "format"), CASES)
-def test_gc_at_every_step_of_a_stage(home, between, steps, name, format) -> None:
-    stage, override = Stage(home, PROGRAMS[name]), f"cache.format={format}"
-    refuse, removed = Refuse(home, stage, override), []
+def leave_unused(home: Project, kind: str, draw: Random) -> None:
+    """A shard, and a list of rejected items, that no configuration needs, a year old."""
+    unit = f"unit-{draw.randrange(1 << 30)}"
+    Shards.write(Store(home.root), "arrow", stem=f"{kind}/{UNUSED}/{unit}")
+    rejects.write_rejects(
+        Store(home.root), f"encode-{kind}/{UNUSED}", unit, [make_reject("x", "x", "x", "corrupt", "")]
+    )
+    for path in home.root.rglob(f"{UNUSED}/*"):
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 400 * 86400))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gc_at_every_step(
+    at_work: Callable[[str], AtWork], draw: Random, between: Callable, steps: Steps, name: str
+) -> None:
+    work, removed = at_work(name), list[int]()
 
     def collect() -> None:
-        refuse.renew()
-        report = home.run(gc.run, override, yes=True, keep_days=0.0)
+        report = work.home.run(gc.run, f"cache.format={work.program.format}", yes=True, keep_days=0.0)
         assert report.exit_code == 0
         removed.append(report.done)
 
+    work.run()
+    collect()
+    expected = work.files()
+    work.reset()
+    for _ in range(3):
+        leave_unused(work.home, "text" if name == "encode-text" else "latents", draw)
     between(collect)
-    report, taken = stage.run(override), [*steps.log]
-    steps.arm(-1, lambda: None)
-    assert (report.exit_code, report.remaining) == (0, 0)
-    assert {*taken} == {"create", "write", "fsync", "rename"} and len(taken) > 20
-    assert removed[0] > 3 and min(removed) >= 1
-    refuse.check()
-    assert refuse.of_no_plan not in stage.files()
+    work.run()
+    steps.arm(-1, collect)
+    assert len(removed) > 8 and removed[1] >= 6, "it removed nothing"
+    collect()
+    assert work.files() == expected
 
 
-@pytest.mark.parametrize(("name", "format"), CASES)
-def test_verify_at_every_step_of_a_stage(home, between, steps, name, format) -> None:
-    """Also where its shards are replaced, as a picture came back."""
-    another_picture(home)
-    stage, override = Stage(home, PROGRAMS[name]), f"cache.format={format}"
-    seen = []
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_verify_at_every_step(at_work: Callable[[str], AtWork], between: Callable, steps: Steps, name: str) -> None:
+    work, seen = at_work(name), list[int]()
 
     def look() -> None:
-        report = home.run(verify.run, override)
+        report = work.home.run(verify.run, f"cache.format={work.program.format}")
         assert (report.exit_code, report.damage, report.failed) == (0, [], [])
         seen.append(report.done)
 
     between(look)
-    assert stage.run(override).remaining == 0
-    home.image("3.png", (64, 64), "picture 3", 3)
-    assert stage.run(override, retry_rejects=True).remaining == 0
-    steps.arm(-1, lambda: None)
-    assert min(seen) == 0 and max(seen) >= 5 and len(seen) > 20
+    work.run()
+    steps.arm(-1, look)
+    assert len(seen) > 8
+    assert work.files() == work.expected
 
 
-def test_gc_at_every_step_of_bucket_and_index(home, between, steps) -> None:
-    """What has not got its plan.json or set.json yet is in the making, not left over."""
-    for program in (*PROGRAMS.values(), index):
-        assert home.run(program.run).exit_code == 0
-    ran = []
-
-    def collect() -> None:
-        home.run(gc.run, yes=True, keep_days=0.0)
-        ran.append(True)
-
-    home.image("new.png", (64, 64), "a new one", 55)
-    for program in (discover, bucket, *PROGRAMS.values(), index):
-        between(collect)
-        report = home.run(program.run)
-        steps.arm(-1, lambda: None)
-        assert (report.exit_code, report.remaining) == (0, 0), report
-    assert len(ran) > 20
-    assert home.run(verify.run).damage == []
-    again = home.run(index.run)
-    assert (again.exit_code, again.skipped) == (0, 6)
-
-
-def test_verify_while_a_tar_that_a_set_names_is_replaced(home, steps, tmp_path, monkeypatch) -> None:
+def test_verify_while_a_shard_that_a_set_names_is_replaced(
+    at_work: Callable[[str], AtWork], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the removal of the old one and the new one's appearance there is none; verify looks again."""
-    override = "cache.format=webdataset"
-    home.settings["cache"]["unit_mib"] = 1  # units of several members, so that the set names their shards
-    shutil.rmtree(home.root)
-    for program in (discover, bucket):
-        home.run(program.run)
-    another_picture(home)
-    for program in (*PROGRAMS.values(), index):
-        assert home.run(program.run, override).exit_code == 0
-    home.image("3.png", (64, 64), "picture 3", 3)
-    stage, between, go_on = Stage(home, encode_latents), tmp_path / "between", tmp_path / "on"
-
-    def wait() -> None:
-        between.touch()
-        wait_for(go_on.exists)
-
-    def work() -> None:
-        steps.arm(0, wait, lambda step, path: step == "rename" and path.endswith(".tar"))
-        assert stage.run(override, retry_rejects=True).remaining == 0
-
-    running = Child(work)
-    assert running.until(between.exists)
-
-    def sleep(seconds: float) -> None:
-        assert 0 < seconds < 30
-        go_on.touch()
-        assert running.wait() == 0
-
-    try:
-        monkeypatch.setattr(verify, "sleep", sleep, raising=False)
-        report = home.run(verify.run, override)
+    work = at_work("index")
+    work.run()
+    shard = next(work.home.root.glob("latents/*/*.arrow"))
+    data = shard.read_bytes()
+    shard.unlink()
+    with monkeypatch.context() as changed:
+        changed.setattr(verify, "sleep", lambda seconds: shard.write_bytes(data))
+        report = work.home.run(verify.run)
         assert (report.exit_code, report.damage) == (0, []), "a false alarm"
-        assert go_on.exists(), "nothing was missing"
-    finally:
-        go_on.touch()  # so that it ends, whatever failed
+        assert shard.exists(), "nothing was missing"
+        shard.unlink()
+        changed.setattr(verify, "sleep", lambda seconds: None)
+        assert work.home.run(verify.run).damage

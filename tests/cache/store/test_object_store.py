@@ -1,5 +1,6 @@
-"""Roots on S3 and Google Cloud Storage: requests to the server, and the results of failures and wrong answers."""
+"""Roots on object stores: which requests S3 gets, and what happens if the server is in trouble, or answers wrongly."""
 
+import json
 import os
 import re
 import subprocess
@@ -39,15 +40,9 @@ def store(s3: S3Server) -> Store:
     return Store(f"s3://{BUCKET}/work")
 
 
-@pytest.fixture(params=["s3", "google"])
-def either(request: pytest.FixtureRequest) -> Store:
-    request.getfixturevalue(request.param)
-    return Store(f"{'s3' if request.param == 's3' else 'gs'}://{BUCKET}/work")
-
-
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No retries, if they do not help."""
+    """No retries, where none helps."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 5.0)
 
@@ -126,9 +121,8 @@ def test_a_large_table_is_copied_and_mapped(store: Store, s3: S3Server, monkeypa
     assert pa.total_allocated_bytes() - before < 1 << 16
 
 
-def test_every_operation(either: Store) -> None:
+def test_every_operation(store: Store) -> None:
     """Those of test_store.py, over the wire; an empty file, too, and a folder that looks like a file."""
-    store = either
     store.publish_bytes("a/ü b+#?%", b"1")
     store.publish_bytes("a/c", b"")
     store.publish_record("a/j.json", SetPointer(id="x"))
@@ -155,14 +149,14 @@ def test_every_operation(either: Store) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("trouble", ["throttled", "cut", "broken", "dropped"])
-def test_a_store_in_trouble_for_a_while(either: Store, s3: S3Server, trouble: str, large: bytes) -> None:
+def test_a_store_in_trouble_for_a_while(store: Store, s3: S3Server, trouble: str, large: bytes) -> None:
     """Every operation succeeds in the end, with the same bytes."""
-    requested, store = set(), either
+    asked = set()
 
     def twice(request: Request) -> str:
         """The first time that something is asked."""
-        first = request not in requested and request.operation != "CompleteMultipartUpload"
-        requested.add(request)
+        first = request not in asked and request.operation != "CompleteMultipartUpload"
+        asked.add(request)
         return trouble if first and (trouble != "cut" or request.operation in ("GetObject", "ListObjectsV2")) else ""
 
     s3.answer = twice
@@ -179,18 +173,18 @@ def test_a_store_in_trouble_for_a_while(either: Store, s3: S3Server, trouble: st
 
 
 def row_of(reader: BaseShardReader) -> bytes:
-    reader.file.forget()  # its cached bytes, so that they are requested again
+    reader.file.forget()  # what is kept of it, so that it is requested again
     return reader.read(2).tensors["x"].raw()
 
 
 def asks(store: Store) -> dict[str, Callable[[], object]]:
-    """Kind of file -> whether the bytes read equal the bytes written."""
+    """What is read of files of each kind, by name: True if it is what was written."""
     store.write_table("large.arrow", TABLE)
     store.write_table("small.arrow", TABLE[:10])
     store.publish_record("j.json", SetPointer(id="x"))
     for number in range(2):
         rejects.write_rejects(store, "discover", f"d{number}", [rejects.make_reject("discover", "a", "b", "c", "d")])
-    readers: dict[str, Callable[[], object]] = {
+    made: dict[str, Callable[[], object]] = {
         "large table": lambda: Store(store.url).read_table("large.arrow").equals(TABLE),
         "small table": lambda: Store(store.url).read_table("small.arrow").equals(TABLE[:10]),
         "json": lambda: store.read_record("j.json", SetPointer).id == "x",
@@ -200,23 +194,23 @@ def asks(store: Store) -> dict[str, Callable[[], object]]:
         place = Store(f"s3://{BUCKET}/{form}")
         rel = write_shard(place, form)
         reader = shard_io.open_reader(place, rel)
-        readers |= {
+        made |= {
             f"{form} shard": lambda place=place, rel=rel: len(shard_io.open_reader(place, rel)) == 40,
             f"{form} row": lambda reader=reader: row_of(reader) == content(2, 30_000),
             f"{form} verified": lambda place=place, rel=rel: shard_io.verify(place, rel) == [],
         }
-    return readers
+    return made
 
 
 @pytest.mark.long
 def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last wrong answer, it is damage. A missing file is requested only once."""
+    """After so many wrong answers and no more, damage is damage. What is missing is asked for once."""
     monkeypatch.setattr("cache.store.object_store.MAPPED_BYTES", 1 << 12)  # larger tables are copied to this machine
     for name, ask in asks(store).items():
-        for fault in WRONG:
+        for wrong in WRONG:
             s3.reset()
-            s3.fail(fault, ANSWERS - 1, "GetObject")
-            assert ask() is True, (name, fault)
+            s3.fail(wrong, ANSWERS - 1, "GetObject")
+            assert ask() is True, (name, wrong)
         s3.reset()
         s3.fail("damaged", 100, "GetObject")
         if "verified" in name:
@@ -224,8 +218,8 @@ def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, monkeypat
         else:
             with pytest.raises(DamageError):
                 ask()
-        requested = Counter(request.key for request in s3.requests if request.operation == "GetObject")
-        assert ANSWERS <= max(requested.values()) <= ANSWERS * (6 if "verified" in name else 2), (name, requested)
+        asked = Counter(request.key for request in s3.requests if request.operation == "GetObject")
+        assert ANSWERS <= max(asked.values()) <= ANSWERS * (6 if "verified" in name else 2), (name, asked)
     s3.reset()
     with pytest.raises(DamageError, match="missing"):
         shard_io.open_reader(store, f"{CACHE}/none.arrow")
@@ -247,13 +241,13 @@ def test_fewer_bytes_than_were_asked_for(store: Store, s3: S3Server) -> None:
 # -- trouble that stays ------------------------------------------------------------------------------------------------
 
 STAYING = {
-    "throttled": ("too many requests.*(SlowDown|503)", "fewer workers"),
+    "throttled": ("is asked too often.*(SlowDown|503)", "fewer workers"),
     "expired": ("credentials .*have expired", "renew them"),
     "denied": ("access is denied", "credentials in the environment"),
     "skewed": ("clock is wrong|access is denied", "NTP|credentials"),
-    "cut": ("can't be reached", "check the network"),
-    "dropped": ("can't be reached", "check the network"),
-    "no bucket": ("the bucket does not exist", "create the bucket"),
+    "cut": ("can't be reached or broke off", "check the network"),
+    "dropped": ("can't be reached or broke off", "check the network"),
+    "no bucket": ("no such bucket", "make the bucket"),
 }
 
 
@@ -270,17 +264,17 @@ def test_trouble_that_stays_is_explained(impatient: None, store: Store, s3: S3Se
         "open": lambda: shard_io.open_reader(store, rel),
         "verify": lambda: shard_io.verify(store, rel),
     }
-    if trouble != "cut":  # only an answer's body can be cut; a put has none
+    if trouble != "cut":  # what is cut is an answer's body; a put has none
         attempts |= {"put": lambda: store.publish_bytes("new", b"x"), "exists": lambda: store.exists("new")}
-    if trouble == "no bucket":  # an answer to HEAD has no reason
+    if trouble == "no bucket":  # a HEAD does not say what is missing
         for name in ("exists", "open", "table", "verify"):
             del attempts[name]
     for name, attempt in attempts.items():
         with pytest.raises(StoreError) as caught:
             attempt()
         reason, step = STAYING[trouble]
-        message = f"{caught.value.message}; {caught.value.next_step}"
-        assert re.search(f"://{BUCKET}/work.*({reason}).*({step})", message) and "\n" not in message, (name, message)
+        said = f"{caught.value.message}; {caught.value.next_step}"
+        assert re.search(f"://{BUCKET}/work.*({reason}).*({step})", said) and "\n" not in said, (name, said)
     s3.answer = lambda request: ""
     assert not store.exists("new")
 
@@ -328,11 +322,11 @@ def test_credentials_of_a_profile(store: Store, tmp_path: Path, monkeypatch: pyt
         Store(store.url)
 
 
-def test_a_shard_that_is_replaced_while_it_is_read(either: Store) -> None:
-    """As by a worker on other hardware. Bytes of the opened object are never mixed with bytes of the new object."""
-    rel = write_shard(either)
-    with shard_io.open_reader(either, rel) as shard:
-        write_shard(either, size=30_001)
+def test_a_shard_that_is_replaced_while_it_is_read(store: Store) -> None:
+    """As by a worker on other hardware. What was opened is never mixed with what is there now."""
+    rel = write_shard(store)
+    with shard_io.open_reader(store, rel) as shard:
+        write_shard(store, size=30_001)
         with pytest.raises(StoreError, match="another process replaced it"):
             shard.read(0)
 
@@ -372,12 +366,23 @@ def test_a_full_scratch_folder_is_named(store: Store, s3: S3Server) -> None:
             except StoreError as error:
                 print(error.message, error.next_step)
     """
-    process = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
-    lines = process.stdout.splitlines()
-    assert len(lines) == 2, process.stderr
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
     for line in lines:
-        assert "TMPDIR): the file would exceed" in line, line
+        assert "(TMPDIR says where): a file may not grow larger" in line, line
     assert s3.counts()["PutObject"] == 0
+
+
+def test_an_address_of_google(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bucket, prefix, and the endpoint and access of a server that stands in for the real one."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
+    place = Store("gs://store/work/").place
+    assert (place.name, place.key("text/a"), place.path("a")) == ("store", "work/text/a", "gs://store/work/a")
+    account = json.loads(place.reader.config["service_account_key"])
+    assert account["gcs_base_url"] == "http://127.0.0.1:9" and account["disable_oauth"] is True
+    assert place.reader.config["bucket"] == "store"
+    assert Store("gcs://store/work").place.key("a") == "work/a"
 
 
 @pytest.mark.parametrize(("url", "extra"), [("s3a://bucket/x", "s3"), ("gs://bucket/x", "gcs")])

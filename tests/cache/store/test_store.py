@@ -109,6 +109,7 @@ def test_a_local_table_is_mapped(tmp_path):
     assert pa.total_allocated_bytes() - before < 1 << 16
     store.write_table("t.arrow", pa.table({"x": [1]}))
     assert table["x"][-1].as_py() == (1 << 20) - 1, "the old file lives on in its map"
+    assert store.read_table("t.arrow")["x"].to_pylist() == [1]
 
 
 def test_what_is_being_written_is_not_listed(tmp_path):

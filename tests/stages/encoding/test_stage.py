@@ -16,9 +16,9 @@ from stages.encoding import stage
 from stages.encoding.stage import choose_workers
 from stages.encoding.vae.worker import LatentsWorker
 from stages.engines import local
+from tests.background import until
 from tests.conftest import own_order
 from tests.processes import Child, ForkedWorkers
-from tests.torture.kills import wait_for
 
 
 def plan(project, count: int):
@@ -90,7 +90,7 @@ def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, 
 
     def work(number: int) -> None:
         (tmp_path / f"ready-{number}").touch()
-        wait_for((tmp_path / "go").exists)
+        until((tmp_path / "go").exists)
         report = home.run(encode_latents.run)
         assert (report.exit_code, report.remaining, report.done + report.skipped) == (0, 0, 30)
         (tmp_path / f"done-{number}").write_text(str(report.done))
@@ -98,9 +98,9 @@ def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, 
     monkeypatch.setattr(stage, "order_units", own_order)
     monkeypatch.setattr(LatentsWorker, "encode", slow)
     children = [Child(lambda number=number: work(number)) for number in range(4)]
-    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 4)
+    until(lambda: len(list(tmp_path.glob("ready-*"))) == 4)
     (tmp_path / "go").touch()
-    wait_for(lambda: len(home.shards("latents")) >= 5)
+    until(lambda: len(home.shards("latents")) >= 5)
     os.kill(children[0].pid, signal.SIGKILL)
     assert [child.wait() for child in children[1:]] == [0, 0, 0]
     assert home.shards("latents") == expected
