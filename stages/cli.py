@@ -23,7 +23,7 @@ from schemas.cli.starting import (
 
 WIDTH = 100
 PROGRAMS = {
-    "configure": "a short configuration from a few answers, with what it takes; begin here",
+    "new": "a short configuration for a folder of media, from a few answers; begin here",
     "discover": "find media, captions and companions; name files by content",
     "features": "near-duplicates and measures of pictures and clips, to filter by",
     "caption": "captions for items that have none, by a vision-language model",

@@ -96,7 +96,7 @@ def test_programs_workers_and_launchers_start(run: Callable[..., str], tmp_path:
     assert json.loads((tmp_path / "output" / "run" / "result.json").read_text())["step"] == 1
 
 
-def test_configure_finds_the_recipes(run: Callable[..., str]) -> None:
+def test_new_finds_the_recipes(run: Callable[..., str]) -> None:
     code = "import latentpress; latentpress.add_packages(); from stages.configuring.choice import families as names"
     assert "sana" in run("python", "-c", f"{code}; print(names('style'))")
 

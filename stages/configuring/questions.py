@@ -1,5 +1,5 @@
-"""The questions of `configure`: asked in a terminal, answered by options or by their defaults, and the form of the page
-`New project`. What an answer may be, and what it means."""
+"""The questions of `latentpress new`: asked in a terminal, answered by options or by their defaults, and the form of
+the page `New project`. What an answer may be, and what it means."""
 
 import os
 import re
@@ -14,6 +14,7 @@ import typer
 
 from schemas.activities import activity
 from schemas.cli.console import Console
+from schemas.config.loading import parse_config, read_text
 from schemas.config.pipeline import Config
 from schemas.config.section import NAME_PATTERN, listed
 from schemas.errors import USAGE, Interrupted, LatentpressError
@@ -48,6 +49,11 @@ class Question:
     default: str
     choices: Mapping[str, str] = field(default_factory=dict)
     is_folder: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The answer's place on the command line: the folder of media is an argument."""
+        return self.metavar if self.name == "media" else f"--{self.name}"
 
 
 QUESTIONS = {
@@ -115,12 +121,12 @@ class Asker:
     """Takes an option's answer, else with `yes` the default, else what a person types on the terminal. Questions are
     on standard error, so that standard output has the report alone."""
 
-    def __init__(self, given: Mapping[str, str | None], yes: bool, file: str) -> None:
+    def __init__(self, given: Mapping[str, str | None], yes: bool) -> None:
         from rich.console import Console as RichConsole
 
         if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise NoAnswer(
-                f"configure asks what {file} is to be for, and there is no terminal to ask in",
+                "new asks what is to be trained, and there is no terminal to ask in",
                 "Add --yes: it takes the default of each question that no option answers.",
             )
         self._given, self.yes = given, yes
@@ -133,7 +139,7 @@ class Asker:
             try:
                 return parse(default if given is None else given)
             except ValueError as error:
-                raise NoAnswer(f"{question.text}: {error}", f"Answer it with --{name}.") from error
+                raise NoAnswer(f"{question.text}: {error}", f"Answer it with {question.flag}.") from error
         for answer, meaning in question.choices.items():
             self._console.print(f"  {answer:<10} {meaning}", markup=False)
         return self._type(question.text, default, parse)
@@ -156,7 +162,7 @@ class Asker:
             self._console.print(f"{escape(text)} [bold cyan]({escape(default)})[/]: ", end="")
             answer = read_answer()
             if not answer:
-                raise Interrupted("configure: the answers ended", "Nothing was written; start again.")
+                raise Interrupted("new: the answers ended", "Nothing was written; start again.")
             try:
                 return parse(answer.strip() or default)
             except ValueError as error:
@@ -174,15 +180,25 @@ def find_card() -> dict[str, Any] | None:
 
 @dataclass
 class Interview:
-    """file: the configuration to write; current: it as it is, whose settings are the defaults. family, recipe: of the
-    options."""
+    """file: the configuration to write, by default next to the folder of media, with its name. family, recipe: values
+    of the options."""
 
     asker: Asker
     console: Console
-    file: Path
-    current: Config | None
+    file: Path | None
     family: str | None
     recipe: str | None
+
+    @cached_property
+    def before(self) -> str | None:
+        """The text of the file, None if it does not exist."""
+        return read_text(self.file) if self.file is not None and self.file.exists() else None
+
+    @cached_property
+    def current(self) -> Config | None:
+        """The configuration in the file, whose settings are the defaults."""
+        text = self.before or ""
+        return parse_config(text, self.file) if self.file is not None and text.strip() else None
 
     def ask(self) -> tuple[Answers, Listing]:
         if self.recipe is not None and self.recipe not in (known := choice.list_recipes()):
@@ -190,6 +206,10 @@ class Interview:
         if self.recipe is not None and self.family is not None:
             raise NoAnswer("--recipe and --family: a recipe has its family", "Leave one of them out.")
         listing = self.asker.ask("media", shown_path(self._find_media()), _parse_media)
+        if self.file is None:
+            folder, here = listing.folder.resolve(), Path.cwd()
+            path = folder.parent / f"{make_name(folder.name)}.yaml"
+            self.file = path.relative_to(here) if path.is_relative_to(here) else path
         counts = f"{len(listing.images)} pictures, {len(listing.videos)} clips, {len(listing.captions)} with a caption"
         self.console.log(f"{shown_path(listing.folder)}: {counts} file")
         task = self._ask_task(listing)
@@ -218,6 +238,7 @@ class Interview:
 
     @cached_property
     def _home(self) -> Path:
+        assert self.file is not None
         return self.file.absolute().parent.resolve()
 
     @property
@@ -237,6 +258,8 @@ class Interview:
         return "." if inside == "." else f"./{inside}"
 
     def _find_media(self) -> Path:
+        if self.file is None:
+            return find_media(Path())
         if self.current is not None and self.current.datasets:
             return Path(self.current.datasets[0].root)
         return find_media(self._home) if self._home.is_dir() else Path()

@@ -29,7 +29,7 @@ from stages.configuring.choice import DATASET, Settings
 
 HEADER = """\
 {what}
-By `latentpress configure`; run again, it proposes changes and shows them first.
+By `latentpress new`; run again, it proposes changes and shows them first.
 Options that are not here have their defaults: docs/configuration.md."""
 COLUMN = 40  # of comments, if lines are short enough
 WIDTH, MOST_WORDS, SHORT = 120, 90, 50  # characters of a line, of a comment behind a value, and of a description
@@ -50,7 +50,7 @@ REMOVED: tuple[KeyPath, ...] = (
 
 
 class NotChanged(LatentpressError):
-    """A file that configure can't change."""
+    """A file that can't be changed."""
 
     exit_code = USAGE
 

@@ -258,7 +258,7 @@ def test_every_program_reports_in_snake_case(
     path, out = home.folder / "pipeline.yaml", str(home.folder / "exported")
     own: dict[str, dict] = {"preview": {"plan": True}, "export": {"to": out}}
     own["push"] = {"repo": "me/first"}
-    for program in (name for name in PROGRAMS if name not in ("configure", "import-config")):  # which write the file
+    for program in (name for name in PROGRAMS if name not in ("new", "import-config")):  # which write the file
         called = train if program == "train" else importlib.import_module(program_module(program)).run
         for dry_run in (True,) if program == "ui" else (True, False):  # which answers until it is told to stop
             options = Options(path, dry_run=dry_run, json=True)

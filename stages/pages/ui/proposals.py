@@ -1,5 +1,5 @@
 """Proposals: configurations that a program of the command line would write, shown before anything is written. There are
-two forms: a new project, with the questions of `configure`, and the import of another trainer's configuration.
+two forms: a new project, with the questions of `latentpress new`, and the import of another trainer's configuration.
 
 A proposal is a process with `--dry-run --json`, whose report contains the text. The page keeps the newest proposals, in
 a folder that is removed when the page ends; processes that still run then are killed."""
@@ -39,7 +39,7 @@ from stages.pages.ui.projects import Projects
 from stages.pages.ui.records import read_piece
 
 #: Program that makes proposals -> options that it needs for this.
-PROGRAMS: Mapping[str, tuple[str, ...]] = {"configure": ("--yes",), "import-config": ()}
+PROGRAMS: Mapping[str, tuple[str, ...]] = {"new": ("--yes",), "import-config": ()}
 MOST_KEPT, MOST_AT_WORK = 20, 2
 MOST_BYTES = 8 << 20  # bytes of a report that are read
 
@@ -125,7 +125,7 @@ class Proposals:
 
 REPORT, LOG = "report.json", "log.txt"  # files in the folder of a proposal
 PROPOSALS_PATH = "/proposals"
-#: Details of `configure`'s report that are shown as tables -> heading.
+#: Details of a report that are shown as tables -> heading.
 TABLES = {"missing": "Not installed"}
 FACTS = ("answers", "media")
 WARNING = "warning: "
@@ -192,7 +192,7 @@ def _describe(details: dict[str, Any]) -> dict[str, Any]:
 
 NEW_PATH = "/new"
 FILE = "pipeline.yaml"
-ANSWERS = (*QUESTIONS, "recipe")  # options of configure
+ANSWERS = (*QUESTIONS, "recipe")  # options of `latentpress new`, and its argument
 FOLDERS = tuple(name for name, question in QUESTIONS.items() if question.is_folder)
 MOST_CHARACTERS = 2000  # characters of an answer
 
@@ -244,9 +244,9 @@ def new_project_page(projects: Projects, places: Places, proposals: Proposals) -
         given = _read_answers(form, places)
         name = form.get("name", "").strip()
         file = new_file(projects.home, name)
-        words = [f"--{option}={answer}" for option, answer in given.items()]
+        words = [f"--{option}={answer}" for option, answer in given.items() if option != "media"]
         again = f"{NEW_PATH}?{urlencode({'name': name, **given})}"
-        return Moved(address_of_proposal(proposals.begin("configure", file, words, again)))
+        return Moved(address_of_proposal(proposals.begin("new", file, [*words, "--", given["media"]], again)))
 
     return Page("New project", NEW_PATH, (get(NEW_PATH, show), action(f"{NEW_PATH}/propose", propose, NEW_PATH)))
 

@@ -1,4 +1,4 @@
-"""configure: writes a short pipeline.yaml from a few answers.
+"""new: writes a short configuration for a folder of media from a few answers.
 
 Questions are asked in a terminal, answered by options, or with --yes by their defaults. A table names the recipe for a
 task and a card, and facts about the media fit it. A file that exists is changed only in what the answers change; the
@@ -18,7 +18,7 @@ import typer
 
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.report import WIDTH, report_width
-from schemas.config.loading import parse_config, read_text
+from schemas.config.loading import parse_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.libraries import missing_libraries
@@ -39,8 +39,10 @@ Size = tuple[int, int, float]  # width, height, seconds
 
 
 def option(name: str) -> Any:
-    """The option that answers a question."""
-    return typer.Option(metavar=QUESTIONS[name].metavar, help=f"{QUESTIONS[name].text}. {QUESTIONS[name].about}")
+    """The option or argument that answers a question."""
+    question = QUESTIONS[name]
+    kind: Any = typer.Option if question.flag.startswith("--") else typer.Argument
+    return kind(metavar=question.metavar, help=f"{question.text}. {question.about}", show_default=False)
 
 
 @dataclass
@@ -62,6 +64,15 @@ def run(
     console: Console,
     *,
     media: Annotated[str | None, option("media")] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            metavar="FILE",
+            help="The configuration to write, or to change.  [default: next to FOLDER, with its name: FOLDER.yaml]",
+        ),
+    ] = None,
     task: Annotated[str | None, option("task")] = None,
     sources: Annotated[str | None, option("sources")] = None,
     caption: Annotated[str | None, option("caption")] = None,
@@ -75,18 +86,18 @@ def run(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Take the default of every question; ask nothing.")] = False,
 ) -> Report:
-    file = options.config
     given = {"media": media, "task": task, "sources": sources, "caption": caption, "card": card, "time": time}
-    asker = Asker(given, yes, str(file))
-    before = read_text(file) if file.exists() else None
-    current = parse_config(before, file) if before is not None and before.strip() else None
-    answers, listing = Interview(asker, console, file, current, family, recipe).ask()
+    asker = Asker(given, yes)
+    interview = Interview(asker, console, config_file, family, recipe)
+    answers, listing = interview.ask()
+    file, before = interview.file, interview.before
+    assert file is not None
     source_folder = None if answers.sources is None else file.absolute().parent / answers.sources
     found = read_media(listing, answers.kind, source_folder)
     if not len(found.width):
         raise LatentpressError(f"none of the media in {answers.folder} can be read: {'; '.join(found.problems[:5])}")
     proposed = _propose(answers, found, file, before or "", options, console)
-    report = ProposalReport("configure", dry_run=options.dry_run)
+    report = ProposalReport("new", dry_run=options.dry_run)
     report.details = _describe(answers, found, file, before or "", proposed, console)
     report.next_steps = _commands(answers, file)
     if options.dry_run or proposed == before:
@@ -212,11 +223,11 @@ def _read_prompt(path: Path) -> str:
 
 
 app = make_app(
-    "configure",
-    "Write a short configuration from a few answers: what is in a folder of media, what to train, on which card, in "
-    "which time. Asks in a terminal; a file that exists is changed after its difference was shown.",
+    "new",
+    "Write a short configuration for a folder of media, from a few answers: what to train, on which card, in which "
+    "time. Asks in a terminal; a file that exists is changed after its difference was shown.",
     run,
-    examples=["--media photos --task style --card 16 --yes", "--yes --dry-run"],
+    examples=["photos", "photos --task style --card 16 --yes", "--config photos.yaml --card 24"],
     unused=NOT_COMPUTING,
     needs_config=False,
 )

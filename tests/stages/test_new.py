@@ -1,4 +1,4 @@
-"""configure: the program, on real pictures; what it asks, writes and refuses."""
+"""new: the program, on real pictures; its questions, the file, and what it refuses."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from schemas.config.loading import load_config
-from stages import configure
+from stages import new
 from stages.configuring import questions
 from stages.configuring.text import write_file
 from tests.project import Project
@@ -37,7 +37,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     def start(folder: Path, *words: str) -> tuple[int, dict, str]:
         monkeypatch.chdir(folder)
         with pytest.raises(SystemExit) as ended:
-            configure.app(args=[*words, "--json"])
+            new.app(args=[*words, "--json"])
         said = capfd.readouterr()
         return int(ended.value.code or 0), json.loads(said.out), said.err
 
@@ -46,7 +46,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_a_file_is_written_and_changed(photos: Path, call: Call) -> None:
-    file = photos / "pipeline.yaml"
+    file = photos / "media.yaml"  # next to the folder of media, with its name
     code, report, _ = call(photos, *YES, "--dry-run")
     assert (code, report["remaining"], file.exists(), list(odd_keys(report))) == (0, 1, False, [])
     assert report["details"]["media"] | {"items": 4, "with_a_caption_file": 4} == report["details"]["media"]
@@ -58,7 +58,7 @@ def test_a_file_is_written_and_changed(photos: Path, call: Call) -> None:
     assert config.datasets[0].instance_data_dir == str(photos / "media") and config.datasets[0].resolution == 256
 
     file.write_text("# mine\n" + text.replace("steps: 500", "steps: 400"))
-    assert call(photos, *YES)[1]["skipped"] == 1
+    assert call(photos, "media", *YES)[1]["skipped"] == 1 == call(photos / "media", ".", *YES)[1]["skipped"]
     code, report, said = call(photos, "--yes", "--time", "1h", "--set", "train.seed=3")
     assert "found cuda:0: a card, 40.0 GiB" in said and "does not compute in bfloat16" in said
     assert code == 0 and "+  seed: 3" in report["details"]["file"]["changes"]
@@ -78,8 +78,8 @@ def test_what_is_refused(photos: Path, call: Call) -> None:
     (photos / "empty").mkdir()
     for words, message in (
         ((), "no terminal"),
-        (("--yes", "--media", "empty"), "no pictures and no clips"),
-        (("--yes", "--media", "nowhere"), "not a folder"),
+        (("empty", "--yes"), "no pictures and no clips"),
+        (("nowhere", "--yes"), "not a folder"),
         (("--yes", "--task", "motion"), "trained on clips"),
         (("--yes", "--task", "editing", "--card", "16"), "needs its source"),
         (("--yes", "--card", "small"), "not a memory in GiB"),
@@ -93,7 +93,7 @@ def test_what_is_refused(photos: Path, call: Call) -> None:
         code, report, _ = call(photos, "--config", "new.yaml", *words)
         assert code == 2 and message in report["error"]["message"], words
     (photos / "empty/broken.png").write_bytes(b"no picture")
-    code, report, _ = call(photos, "--config", "new.yaml", *YES, "--media", "empty")
+    code, report, _ = call(photos, "--config", "new.yaml", *YES, "empty")
     assert code == 3 and "broken.png" in report["error"]["message"]
     assert not (photos / "new.yaml").exists()
 
@@ -119,7 +119,7 @@ def test_a_file_that_appeared_or_changed_meanwhile_is_not_replaced(tmp_path: Pat
     file = tmp_path / "pipeline.yaml"
     file.write_text("theirs")
     for before in (None, "mine"):
-        with pytest.raises(configure.LatentpressError, match="was changed meanwhile"):
+        with pytest.raises(new.LatentpressError, match="was changed meanwhile"):
             write_file(file, before, "new")
     assert file.read_text() == "theirs"
     write_file(file, "theirs", "new")
@@ -129,7 +129,7 @@ def test_a_file_that_appeared_or_changed_meanwhile_is_not_replaced(tmp_path: Pat
 @pytest.mark.long
 def test_it_asks_in_a_terminal(photos: Path) -> None:
     """Wrong answers are asked for again, and nothing is written before the last one."""
-    command = [sys.executable, "-c", "from stages.configure import app; app(prog_name='latentpress configure')"]
+    command = [sys.executable, "-c", "from stages.new import app; app(prog_name='latentpress new')"]
     command += ["--config", "mine.yaml"]
     environment = {"PYTHONPATH": os.fspath(Path(__file__).resolve().parents[2])}
     answers = ("nowhere", "", "paint", "character", "24", "2h")
