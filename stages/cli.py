@@ -42,6 +42,7 @@ PROGRAMS = {
     "push": "the adapter or model, with a model card, to the Hugging Face Hub",
     "export-adapter": "an adapter for ComfyUI or diffusers, or merged into a model",
     "run": "discover to report in order, skipping what is done; push where hub.repo is set",
+    "rehearse": "the whole pipeline once with tiny random weights, to find what would stop it",
     "queue": "runs one after the other: add, remove, reorder, and work them off",
     "export": "a copy of a training set with its shards, or WebDataset tars of it",
     "import-config": "another trainer's configuration -> pipeline.yaml, with what became of each key",

@@ -170,6 +170,7 @@ def _commands(answers: Answers, file: Path) -> list[str]:
     words = f"{hours}h" * bool(hours) + f"{minutes}m" * bool(minutes)
     commands = [f"latentpress train {config} --dry-run --card {answers.card_gib:g}"]
     commands += [f"latentpress caption {config}"] if answers.needs_captions else []
+    commands += [f"latentpress rehearse {config}"]
     return [*commands, f"latentpress run {config}" + (f" --max-time {words}" if words else "")]
 
 

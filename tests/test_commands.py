@@ -86,7 +86,7 @@ PLACES: dict[str, str] = {
 SET_ID, OTHER = "0123456789abcdef", "other.safetensors"
 #: Programs that write what others go on from; they, and those that write nothing, need no finished run.
 BEGIN = ("discover", "bucket", "run")
-ALONE = ("new", "import-config", "doctor", "ui", "queue")
+ALONE = ("new", "rehearse", "import-config", "doctor", "ui", "queue")
 STEPS_OF = {document: [*shell_commands(document)] for document in DOCUMENTS}
 
 

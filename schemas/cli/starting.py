@@ -22,7 +22,18 @@ OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 EXTRAS = {
     **dict.fromkeys(("new", "discover", "bucket", "preview", "notify", "push", "thumbnails"), "media"),
     **dict.fromkeys(
-        ("features", "caption", "masks", "encode-text", "encode-latents", "encode-vision", "decode", "score", "verify"),
+        (
+            "features",
+            "caption",
+            "masks",
+            "encode-text",
+            "encode-latents",
+            "encode-vision",
+            "decode",
+            "score",
+            "verify",
+            "rehearse",
+        ),
         "encode",
     ),
     **dict.fromkeys(("train", "export-adapter"), "train"),

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.tiny_models import make_untrained
-from examples.tiny_shapes import SHAPES
 from schemas.catalog import FAMILIES
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, OK, USAGE
 from stages.encoding.text.qwen_vl_images import MAX_CACHED_FEATURES
+from stages.rehearsing.tiny_models import make_untrained
+from stages.rehearsing.tiny_shapes import SHAPES
 from trainer.memory import card_fit
 from trainer.memory.card_fit import check_card, find_plan, list_buckets, longest_text, read_shapes
 from trainer.memory.estimate import sum_bytes

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from examples.tiny_shapes import KINDS, SHAPES
 from schemas.cli.console import OK
 from schemas.geometry import Bucket
+from stages.rehearsing.tiny_shapes import KINDS, SHAPES
 from tests.devices import set_accelerators
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
 from trainer.families.base import module_of
