@@ -20,11 +20,12 @@ from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_ap
 from schemas.cli.report import WIDTH, report_width
 from schemas.config.loading import parse_config
 from schemas.config.pipeline import Config
+from schemas.devices import judge_fit
 from schemas.errors import LatentpressError
 from schemas.libraries import missing_libraries
 from schemas.text_format import escape_lines, format_duration, shorten
 from stages.configuring import text
-from stages.configuring.choice import Answers, choose_candidate, choose_settings, least_edge
+from stages.configuring.choice import Answers, choose_candidate, choose_settings, least_edge, predicted_gib
 from stages.configuring.media import Listing, Media, list_folder
 from stages.configuring.questions import QUESTIONS, Asker, Interview
 from stages.discovery.sources.captions import read_caption_file
@@ -36,6 +37,11 @@ READ_TIMEOUT_S, READ_MEMORY_MIB = 20.0, 4096
 LONGEST_PROMPT = 300  # characters of a caption that becomes a validation prompt
 PROMPTS = 2
 Size = tuple[int, int, float]  # width, height, seconds
+FITS = {"yes": "it fits", "barely": "it barely fits", "no": "it does not fit"}
+HELP = {
+    "barely": "Close other programs that use the card, or choose a smaller model with --family.",
+    "no": "Choose a smaller model with --family; `latentpress train --dry-run` names options that need less.",
+}
 
 
 def option(name: str) -> Any:
@@ -147,6 +153,12 @@ def _describe(
         console.warn(
             f"most items are small for {family.name}, so resolution is {edge:g}, at which it learns less detail"
         )
+    needed = predicted_gib(choose_candidate(answers).recipe)
+    fits = judge_fit(needed, answers.card_gib)
+    if fits != "yes":
+        console.warn(
+            f"{FITS[fits]}: training with this recipe needs {needed:g} of {answers.card_gib:g} GiB. {HELP[fits]}"
+        )
     about: dict[str, Any] = {"media": answers.folder, "task": answers.task, "card_gib": answers.card_gib}
     about["time"] = "no limit" if answers.seconds is None else format_duration(answers.seconds)
     about |= {"sources": answers.sources} if answers.sources else {}
@@ -156,6 +168,7 @@ def _describe(
         "answers": about,
         "media": found.describe(),
         "model": f"{chosen.model.family} {chosen.model.flavour_spec.name}",
+        "memory": f"{needed:g} of {answers.card_gib:g} GiB, predicted: {FITS[fits]}",
     }
     missing = [
         {"missing": library.distribution, "for": used, "install": library.command}

@@ -74,6 +74,12 @@ def test_a_recipe_is_taken_as_it_is(photos: Path, call: Call, monkeypatch: pytes
     assert code == 0 and report["details"]["answers"]["card_gib"] == 24.0
 
 
+@pytest.mark.parametrize(("card", "fits"), [("16", "it fits"), ("6.2", "barely"), ("5", "does not")])
+def test_whether_the_choice_fits_the_card(photos: Path, call: Call, card: str, fits: str) -> None:
+    _, report, said = call(photos, "--yes", "--card", card, "--dry-run")
+    assert fits in report["details"]["memory"] and ("--family" in said) == (card != "16")
+
+
 def test_what_is_refused(photos: Path, call: Call) -> None:
     (photos / "empty").mkdir()
     for words, message in (
