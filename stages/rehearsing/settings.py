@@ -85,13 +85,14 @@ def rehearsal_values(config: Config, folder: Path, steps: int, device: str | Non
 def small_values(config: Config, values: Values) -> Values:
     """`rehearsal_values` at sizes for tiny weights on a CPU: the same buckets and samples, scaled down."""
     family, factor = config.model.family_spec, min(1.0, EDGE / max(_edges(config)))
+    sparse = family.sparse if config.model.flavour_spec.sparse else None
+    step = family.side_multiple if sparse is None else sparse.side_multiple
 
     def scale(resolution: float, kind: str) -> float:
-        return round(resolution * factor**2, 6) if kind == "area" else max(family.side_multiple, resolution * factor)
+        return round(resolution * factor**2, 6) if kind == "area" else max(step, resolution * factor)
 
     def scale_size(size: str) -> str:
         sides, _, frames = size.partition("@")
-        step = family.side_multiple
         small = "x".join(str(max(step, round(int(side) * factor / step) * step)) for side in sides.split("x"))
         kept = largest_valid_frames(min(int(frames or 1), FRAMES), family.temporal_stride)
         return small + f"@{kept}" * bool(frames)
