@@ -20,7 +20,7 @@ from schemas.config.section import NAME_PATTERN, listed
 from schemas.errors import USAGE, Interrupted, LatentpressError
 from schemas.interruption import parse_duration, read_answer
 from schemas.libraries import is_installed
-from schemas.text_format import shown_path
+from schemas.text_format import shown_path, suggest
 from stages.configuring import choice
 from stages.configuring.choice import Answers
 from stages.configuring.media import Listing, find_media, find_sources, list_folder
@@ -84,7 +84,7 @@ def parse_task(text: str) -> str:
     """ValueError if it is not the beginning of exactly one of TASKS."""
     matches = [task for task in choice.TASKS if text and task.startswith(text.strip().lower())]
     if len(matches) != 1:
-        raise ValueError(f"{text!r} is not a task; valid: {', '.join(choice.TASKS)}")
+        raise ValueError(f"{text!r} is not a task{suggest(text, choice.TASKS)}; valid: {', '.join(choice.TASKS)}")
     return matches[0]
 
 
@@ -202,7 +202,8 @@ class Interview:
 
     def ask(self) -> tuple[Answers, Listing]:
         if self.recipe is not None and self.recipe not in (known := choice.list_recipes()):
-            raise NoAnswer(f"--recipe: there is no {self.recipe!r}; valid: {', '.join(known)}")
+            hint = suggest(self.recipe, known)
+            raise NoAnswer(f"--recipe: {self.recipe!r} is not a recipe{hint}; valid: {', '.join(known)}")
         if self.recipe is not None and self.family is not None:
             raise NoAnswer("--recipe and --family: a recipe has its family", "Leave one of them out.")
         listing = self.asker.ask("media", shown_path(self._find_media()), _parse_media)
@@ -215,7 +216,8 @@ class Interview:
         task = self._ask_task(listing)
         known = choice.families(task)
         if self.family is not None and self.family not in known:
-            raise NoAnswer(f"--family: {self.family!r} is not for {task}; valid: {', '.join(known)}")
+            hint = suggest(self.family, known)
+            raise NoAnswer(f"--family: {self.family!r} has no recipe for {task}{hint}; valid: {', '.join(known)}")
         now = None if self.current is None else self.current.model.family
         sources = self._ask_sources(listing) if task == "editing" else None
         caption = self._ask_caption(listing)

@@ -257,9 +257,9 @@ def test_the_parts_are_those_that_the_encoders_load():
 
 def test_an_unknown_family_or_flavour_is_answered_with_the_valid_ones():
     assert get_flavour("sana", "sana-600m-512px").shift == 4.0
-    with pytest.raises(ValueError, match=f"valid families: {re.escape(', '.join(FAMILIES))}"):
+    with pytest.raises(ValueError, match=f"valid: {re.escape(', '.join(FAMILIES))}"):
         get_flavour("kandinsky4", "x")
-    with pytest.raises(ValueError, match=r"valid flavours: .*i2v-pro-sft-5s"):
+    with pytest.raises(ValueError, match=r"valid: .*i2v-pro-sft-5s"):
         get_flavour("kandinsky5-video", "i2v-lite-pretrain-5s")
 
 

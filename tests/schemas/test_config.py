@@ -58,7 +58,7 @@ def test_every_flavour_of_the_catalogue_is_accepted_and_has_its_template(family,
 
 
 def test_a_flavour_of_another_family_is_refused_with_the_valid_ones():
-    with pytest.raises(ValidationError, match=r"valid flavours: sana-1\.6b-1024px, "):
+    with pytest.raises(ValidationError, match=r"valid: sana-1\.6b-1024px, "):
         Model(family="sana", flavour="t2v-lite-sft-5s")
 
 

@@ -123,7 +123,7 @@ OPTIMIZER = "  optimizer:\n    lr: 1e-4"
         ("lr: 1e-4", "betas: [0.9]", "11: train.optimizer.betas.1: an item is missing"),
         ("lr: 1e-4", "betas: 0.9", "11: train.optimizer.betas: expected a list, got 0.9"),
         ("lr: 1e-4", "schedule: cosin", "11: train.optimizer.schedule: the text 'cosin' is not valid (did you mean "),
-        ("lr: 1e-4", "LR: 1", f"11: train.optimizer.LR: unknown key; valid: {OPTIMIZER_KEYS}"),
+        ("lr: 1e-4", "LR: 1", f"11: train.optimizer.LR: unknown key (did you mean 'lr'?); valid: {OPTIMIZER_KEYS}"),
         ("lr: 1e-4", "warm_up: 1", "11: train.optimizer.warm_up: unknown key (did you mean 'warmup'?); valid: name, "),
         (
             OPTIMIZER,
@@ -145,7 +145,7 @@ OPTIMIZER = "  optimizer:\n    lr: 1e-4"
         ("root: work", "root:", "1: root: expected text, got nothing (null)"),
         ("root: work", "root: work\nroot: play", "2: root: this key is already in line 1"),
         ("  family: sana", "\tfamily: sana", "3: not valid YAML: a tab cannot indent YAML; use spaces"),
-        ("family: sana", "family: sama", "3: model.family: unknown family 'sama'; valid: kandinsky5-"),
+        ("family: sana", "family: sama", "3: model.family: 'sama' is not a model family (did you mean 'sana'?)"),
     ],
 )
 def test_an_error_names_file_line_and_key(write, old, new, expected):
@@ -179,11 +179,6 @@ def test_an_empty_list_and_a_list_of_wrong_items_are_told_apart(write):
         "pipeline.yaml:4: datasets: needs at least one item"
     ]
     assert [e.split(": ")[1] for e in errors(write(head + "  - id: a\n"))] == ["datasets.0.instance_data_dir"]
-
-
-def test_a_missing_file_says_how_to_start(write):
-    with pytest.raises(ConfigError, match=r"^nowhere\.yaml: no such file\nCopy the pipeline\.yaml .* --config"):
-        load_config("nowhere.yaml")
 
 
 def test_what_is_no_configuration_at_all(write, tmp_path):
@@ -220,7 +215,7 @@ def test_overrides_by_key_index_and_id(write):
         ("datasets.photos=1", "datasets.photos: expected a section, got 1; valid keys: id, "),
         ("model={flavour: x}", "model: model.family: this key is required and missing"),
         ("trian.lr=1", "trian.lr: unknown key (did you mean 'train'?); valid: root, "),
-        ("text.batch=1", "text.batch: unknown key; valid: max_length, batch_tokens, precision"),
+        ("text.batch=1", "text.batch: unknown key (did you mean 'batch_tokens'?); valid: max_length, "),
         ("train.optimizer.betas.0=1", "train.optimizer.betas.0: the list train.optimizer.betas is not in the file"),
         ("train.steps", "train.steps: write KEY=VALUE, for example train.optimizer.lr=1e-4"),
         ("=1", ": write KEY=VALUE, for example train.optimizer.lr=1e-4"),
