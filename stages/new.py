@@ -26,6 +26,7 @@ from schemas.libraries import missing_libraries
 from schemas.text_format import escape_lines, format_duration, shorten
 from stages.configuring import text
 from stages.configuring.choice import Answers, choose_candidate, choose_settings, least_edge, predicted_gib
+from stages.configuring.duration import describe_duration
 from stages.configuring.media import Listing, Media, list_folder
 from stages.configuring.questions import QUESTIONS, Asker, Interview
 from stages.discovery.sources.captions import read_caption_file
@@ -104,7 +105,7 @@ def run(
         raise LatentpressError(f"none of the media in {answers.folder} can be read: {'; '.join(found.problems[:5])}")
     proposed = _propose(answers, found, file, before or "", options, console)
     report = ProposalReport("new", dry_run=options.dry_run)
-    report.details = _describe(answers, found, file, before or "", proposed, console)
+    report.details = _describe(answers, interview.card, found, file, before or "", proposed, console)
     report.next_steps = _commands(answers, file)
     if options.dry_run or proposed == before:
         report.remaining, report.skipped = int(proposed != before), int(proposed == before)
@@ -136,7 +137,7 @@ def _propose(answers: Answers, found: Media, file: Path, before: str, options: O
 
 
 def _describe(
-    answers: Answers, found: Media, file: Path, before: str, proposed: str, console: Console
+    answers: Answers, card: str, found: Media, file: Path, before: str, proposed: str, console: Console
 ) -> dict[str, Any]:
     """Details of the report; warns about what the media lack."""
     chosen: Config = parse_config(proposed, file)
@@ -168,6 +169,7 @@ def _describe(
         "answers": about,
         "media": found.describe(),
         "model": f"{chosen.model.family} {chosen.model.flavour_spec.name}",
+        "training_time": describe_duration(chosen, card, answers.card_gib),
         "memory": f"{needed:g} of {answers.card_gib:g} GiB, predicted: {FITS[fits]}",
     }
     missing = [

@@ -188,6 +188,7 @@ class Interview:
     file: Path | None
     family: str | None
     recipe: str | None
+    card: str = ""  # name of the card, as it was found or answered
 
     @cached_property
     def before(self) -> str | None:
@@ -326,7 +327,14 @@ class Interview:
                     self.console.warn(
                         f"{card['name']} does not compute in bfloat16: set model.precision (docs/memory.md)"
                     )
-        return self.asker.ask("card", default, parse_card)
+                self.card = card["name"]
+
+        def parse(text: str) -> float:
+            gib = parse_card(text)
+            self.card = self.card if text == default else text
+            return gib
+
+        return self.asker.ask("card", default, parse)
 
 
 def _parse_media(text: str) -> Listing:

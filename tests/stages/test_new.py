@@ -51,7 +51,7 @@ def test_a_file_is_written_and_changed(photos: Path, call: Call) -> None:
     assert (code, report["remaining"], file.exists(), list(odd_keys(report))) == (0, 1, False, [])
     assert report["details"]["media"] | {"items": 4, "with_a_caption_file": 4} == report["details"]["media"]
     assert report["details"]["answers"] | {"task": "style", "card_gib": 16.0} == report["details"]["answers"]
-    assert report["next_steps"][0].endswith("--dry-run --card 16")
+    assert report["next_steps"][0].endswith("--dry-run --card 16") and "5080" in report["details"]["training_time"]
     code, report, _ = call(photos, *YES)
     text, config = file.read_text(), load_config(file)
     assert (code, report["done"], report["details"]["file"]["text"]) == (0, 1, text)

@@ -183,7 +183,7 @@ def proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]
 def _describe(details: dict[str, Any]) -> dict[str, Any]:
     """The details of a report for the page: facts (name -> value), tables and keys (heading -> rows)."""
     facts = {key: value for name in FACTS for key, value in details.get(name, {}).items()}
-    facts |= {name: details[name] for name in ("model", "trainer") if name in details}
+    facts |= {name: details[name] for name in ("model", "training_time", "memory", "trainer") if name in details}
     tables = {heading: details[name] for name, heading in TABLES.items() if details.get(name)}
     keys = {heading: details.get(name, []) for name, heading in
             (("carried_over", "Carried over"), ("not_needed", "Not needed"))}  # fmt: skip
