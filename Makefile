@@ -1,4 +1,5 @@
-# `make demo` and `make test` need Python 3.11 or newer and make; they set up everything else themselves.
+# `make demo` and `make test` need Python 3.11 or newer and make; they set up everything else themselves: the demo the
+# libraries of the programs, the tests and linters those of development, too. uv installs them, if it is on the path.
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -7,7 +8,13 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+PROGRAMS := $(VENV)/.programs
 STAMP := $(VENV)/.installed
+EXTRAS := media,encode,train,report,ui,demo
+UV := $(shell command -v uv)
+ANY_UV := $(or $(UV),$(BIN)/uv)
+# Files are compiled when they are first imported: most of them never are.
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
 FLAVOUR ?=
 PYTEST_ARGS ?=
 PART ?= 0/1
@@ -41,16 +48,20 @@ help:
 	@echo "make outdated             which packages of $(VENV) are behind, and by how much"
 	@echo "make wheel                dist/: the wheel, built from the source distribution beside it"
 	@echo "make release-notes VERSION=...  what CHANGELOG.md has of a version"
-	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV)"
+	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV), with what the programs and the demo need"
 	@echo "make clean                remove caches and what the demo made; $(VENV) stays"
 
-venv: $(STAMP)
+venv: $(PROGRAMS)
 
-$(STAMP): pyproject.toml constraints.txt
+$(PROGRAMS): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or: make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[media,encode,train,demo,dev]'
+	$(INSTALL) $(TORCH)
+	$(INSTALL) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(STAMP): $(PROGRAMS)
+	$(INSTALL) --constraint constraints.txt --editable '.[$(EXTRAS),dev]'
 	@touch $@
 
 test: $(STAMP)
@@ -82,31 +93,32 @@ docs: $(STAMP)
 
 # For every Python and system at once. torch's own pins of CUDA's libraries are left out: each of its builds has others.
 # Not $(STAMP): it could not be made where a pin is older than what pyproject.toml asks for.
-constraints: | $(BIN)/uv
-	echo "$(firstword $(TORCH))" | $(BIN)/uv pip compile --quiet --no-header --no-annotate --universal --python-version 3.11 \
+constraints: | $(ANY_UV)
+	echo "$(firstword $(TORCH))" | $(ANY_UV) pip compile --quiet --no-header --no-annotate --universal --python-version 3.11 \
 		--fork-strategy fewest --all-extras $(if $(filter all,$(UPGRADE)),--upgrade,$(UPGRADE:%=--upgrade-package %)) \
 		--output-file constraints.txt - pyproject.toml
 	@{ echo "$(PINS_HEADER)"; grep -vE '^(cuda|nvidia|triton)\b' constraints.txt; } >constraints.new
 	@mv constraints.new constraints.txt
 
-wheel: | $(BIN)/uv
-	$(BIN)/uv build --out-dir dist
+wheel: | $(ANY_UV)
+	$(ANY_UV) build --out-dir dist
 
 release-notes:
 	@awk -v version="$(VERSION)" '/^## /{inside = index($$0, "## [" version "]") == 1} inside{print; found = 1} \
 		END{if (!found) {print "CHANGELOG.md has no version " version >"/dev/stderr"; exit 1}}' CHANGELOG.md
 
 $(BIN)/uv:
-	$(MAKE) venv
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt uv
 
-outdated: $(STAMP)
-	$(BIN)/uv pip list --outdated --python $(BIN)/python
+outdated: $(STAMP) | $(ANY_UV)
+	$(ANY_UV) pip list --outdated --python $(BIN)/python
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES)) \
 		$(if $(RESULTS),--results $(RESULTS))
 
-demo: $(STAMP)
+demo: $(PROGRAMS)
 	$(BIN)/python -m examples.demo $(FLAVOUR)
 
 clean:

@@ -6,7 +6,7 @@ import sys
 from setuptools import find_packages, setup
 
 TOP = ("schemas", "cache", "stages", "trainer")
-RECIPES = "latentpress.recipes"  # without a module: configure reads them
+RECIPES = "latentpress.recipes"  # without a module: stages/configuring reads them
 packages = find_packages(include=[pattern for name in TOP for pattern in (name, f"{name}.*")])
 if "editable_wheel" in sys.argv:
     setup(packages=["latentpress", *packages])

@@ -33,13 +33,13 @@ from benchmarks.common import (
 from benchmarks.discover import make_jpeg, unique_jpeg, write_item
 from benchmarks.text import MID_QWEN
 from cache.store.store import Store
-from examples import tiny_models
 from schemas.config.encoding import PRESETS
 from schemas.config.loading import load_config
 from schemas.geometry import Bucket
 from stages import caption, discover
 from stages.encoding.captions.describer import QWEN_CHAT, PreparedItem
 from stages.encoding.stage_registry import CAPTION
+from stages.rehearsing import tiny_models
 
 KIND = "kandinsky5-image-t2i"
 COMPONENTS = ("text_encoder", "tokenizer")

@@ -35,10 +35,10 @@ from benchmarks.common import medians, print_header, print_row, run_silently, ti
 from benchmarks.discover import make_jpeg, make_video, unique_jpeg, unique_video, write_item
 from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
-from examples import tiny_models
 from schemas.config.loading import load_config
 from schemas.geometry import Bucket
 from stages import bucket, discover, encode_latents
+from stages.rehearsing import tiny_models
 
 PR_SET_CHILD_SUBREAPER = 36
 SIZES = ((1152, 896), (1600, 1200), (1024, 1408))

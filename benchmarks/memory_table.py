@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import make_parser
-from examples.tiny_shapes import KINDS, SHAPES
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
+from stages.rehearsing.tiny_shapes import KINDS, SHAPES
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "memory.md"

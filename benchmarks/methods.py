@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from benchmarks.common import make_parser, measure_by_turns, print_header, print_row, time_call
-from examples.tiny_models import make_model
 from schemas.catalog import FAMILIES
 from schemas.config.methods import Methods
 from schemas.config.training import Offload, Train
 from schemas.family import Task
+from stages.rehearsing.tiny_models import make_model
 from trainer import flow
 from trainer.attention import NATIVE, use_backend
 from trainer.batch import Batch

@@ -60,7 +60,7 @@ def make_project(folder: Path, items: int, kind: str, foreign: float, **settings
     name = "kandinsky5-video-t2v" if kind == "video" else "kandinsky5-image-t2i"
     model = folder / "model"
     if not model.exists():
-        from examples import tiny_models
+        from stages.rehearsing import tiny_models
 
         tiny_models.build(name, model)
     dataset = {"id": "items", "instance_data_dir": "media", "dataset_type": kind, "resolution": 512, "bucket_step": 1}

@@ -25,11 +25,11 @@ from benchmarks.common import make_parser, print_header, print_row
 from benchmarks.memory_table import LORA, make_config
 from benchmarks.memory_table import Case as Flavour
 from benchmarks.vae_memory import MODEL_NAMES, Case
-from examples.tiny_models import make_untrained
-from examples.tiny_shapes import SHAPES
 from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
 from stages.encoding.vae.base import MemoryOptions
+from stages.rehearsing.tiny_models import make_untrained
+from stages.rehearsing.tiny_shapes import SHAPES
 from trainer import flow
 from trainer.families.base import module_of
 from trainer.memory.estimate import make_batch

@@ -44,7 +44,7 @@ COMPONENTS = ("text_encoder", *CLIP_COMPONENTS)
 
 def make_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
     """Make the text encoders and tokenizers of a checkpoint, with random weights."""
-    from examples import tiny_models
+    from stages.rehearsing import tiny_models
 
     if options.true_size:
         only, model_options = COMPONENTS, {"dtype": options.precision, "device": options.device}
@@ -58,7 +58,7 @@ def make_captions(folder: Path, number: int, longest: int) -> list[str]:
     """Make captions from the tokenizer's vocabulary, with 10 to `longest` tokens, each length equally likely."""
     from transformers import AutoTokenizer
 
-    from examples.tiny_tokenizers import SENTENCES
+    from stages.rehearsing.tiny_tokenizers import SENTENCES
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     rng = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def make_pipeline(folder: Path, kind: str, dtype: Any, device: Any) -> Any:
     import diffusers
     from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
-    from examples.tiny_models import KINDS
+    from stages.rehearsing.tiny_models import KINDS
 
     class Text:
         def __init__(self) -> None:

@@ -47,7 +47,7 @@ def make_project(folder: Path, options: argparse.Namespace) -> None:
     from PIL import Image
     from transformers.utils import logging
 
-    from examples.tiny_models import build, make_model
+    from stages.rehearsing.tiny_models import build, make_model
 
     logging.disable_progress_bar()
     build("sana", folder / "model")

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks import device_usage
 from benchmarks.common import make_parser, print_header, print_row, time_call
-from examples.tiny_models import make_model, make_untrained
 from schemas.catalog import FAMILIES
 from stages.encoding.vae.base import MemoryOptions
+from stages.rehearsing.tiny_models import make_model, make_untrained
 from trainer.memory.meter import MemoryMeter
 
 GIB = 2**30

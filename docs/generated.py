@@ -21,6 +21,7 @@ from schemas.config.generated import affects, description, flow, options
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from stages.cli import PROGRAMS, program_module
+from stages.configuring.duration import TIMES, step_seconds
 from stages.importing.trainers import TRAINERS
 
 FOLDER = Path(__file__).resolve().parent
@@ -122,6 +123,18 @@ def _keys_table(trainer: str, section: str) -> str:
     return "\n".join([*lines, *(["", f"These need nothing: {idle}."] if idle else [])])
 
 
+def times_page(text: str) -> str:
+    """docs/memory.md with its table of published step times, between `<!-- step times -->` and `<!-- end -->`, written
+    anew."""
+    lines = ["| published by others | card | seconds a step | estimate |", "|---|---|---|---|"]
+    for row in TIMES["published"]:
+        low, high = step_seconds(row["operations"], [row["card"]])
+        model = f"[{row['model']}]({row['source']})".replace("[dev]", "dev")
+        lines.append(f"| {model} | {row['card'].upper()} | {row['seconds']:g} | {low:.2g} to {high:.2g} |")
+    head, _, rest = text.partition("<!-- step times -->\n")
+    return head + "<!-- step times -->\n" + "\n".join(lines) + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]
+
+
 def command_lines() -> str:
     """A line for each option."""
     programs = []
@@ -149,4 +162,5 @@ if __name__ == "__main__":
     (FOLDER / "options.md").write_text(options_page())
     (FOLDER / "programs.md").write_text(programs_page())
     (FOLDER / "coming-from.md").write_text(keys_page((FOLDER / "coming-from.md").read_text()))
+    (FOLDER / "memory.md").write_text(times_page((FOLDER / "memory.md").read_text()))
     TABLE.write_text(command_lines(), encoding="utf-8")

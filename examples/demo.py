@@ -159,16 +159,8 @@ def log(message: str) -> None:
 def discard_outdated(out: Path) -> None:
     """Remove the models of an earlier demo and their results, unless the code and the media are the same."""
     digest = hashlib.sha256()
-    code = [
-        ROOT / "examples" / name
-        for name in (
-            "demo_data.py",
-            "demo_data_models.py",
-            "demo_models.py",
-            "tiny_models.py",
-            "tiny_shapes.py",
-        )
-    ]
+    code = [ROOT / "examples" / name for name in ("demo_data.py", "demo_data_models.py", "demo_models.py")]
+    code += [ROOT / "stages/rehearsing" / name for name in ("tiny_models.py", "tiny_shapes.py")]
     for path in (*code, *sorted(path for path in (out / "media").rglob("*") if path.is_file())):
         digest.update(path.read_bytes())
     models = out / "models"

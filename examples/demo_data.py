@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from examples.demo_media import package_folder, write_png
-from examples.tiny_models import build
+from stages.rehearsing.tiny_models import build
 
 KIND = "kandinsky5-image-t2i"  # a kind whose text encoder is a Qwen2.5-VL
 NAME = "data"

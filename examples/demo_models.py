@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from examples.tiny_models import build, make_untrained
-from examples.tiny_shapes import KINDS
+from stages.rehearsing.tiny_models import build, make_untrained
+from stages.rehearsing.tiny_shapes import KINDS
 
 CLIP_RATE = 4  # frames per second of the demo's clips
 MOTION = 0.5  # weight of the error of changes within a clip

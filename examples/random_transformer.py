@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from examples.tiny_models import weight_scale
+from stages.rehearsing.tiny_models import weight_scale
 from trainer.families.base import ModelFamily
 
 #: Names of functions of torch.nn.init and methods of tensors that initialize a tensor in place.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from schemas.families import flux2, kandinsky5, qwen_image, sana, wan, z_image
 from schemas.family import Family, Flavour
+from schemas.text_format import suggest
 
 FAMILIES: dict[str, Family] = {
     **kandinsky5.FAMILIES,
@@ -35,8 +36,9 @@ VISION_MODELS = {
 def get_flavour(family: str, flavour: str) -> Flavour:
     """The flavour's row; an unknown family or flavour raises ValueError with the valid list."""
     if family not in FAMILIES:
-        raise ValueError(f"{family!r} is not a model family; valid: {', '.join(FAMILIES)}")
+        raise ValueError(f"{family!r} is not a model family{suggest(family, FAMILIES)}; valid: {', '.join(FAMILIES)}")
     flavours = FAMILIES[family].flavours
     if flavour not in flavours:
-        raise ValueError(f"{flavour!r} is not a flavour of {family}; valid: {', '.join(flavours)}")
+        hint = suggest(flavour, flavours)
+        raise ValueError(f"{flavour!r} is not a flavour of {family}{hint}; valid: {', '.join(flavours)}")
     return flavours[flavour]

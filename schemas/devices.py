@@ -5,7 +5,7 @@ devices by the same rules. All functions use `torch.accelerator`, so every accel
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from schemas.errors import USAGE, LatentpressError
 
@@ -21,6 +21,15 @@ STREAM_DEVICES = ("cuda", "xpu")
 #: Devices that share the host's memory, so tensors are not pinned for them.
 UNIFIED_MEMORY = ("cpu", "mps")
 ALIGNMENT = 64  # bytes; tensors that are copied together begin at multiples of it
+#: Bytes of a card that are reserved for the CUDA context, memory inside kernels and fragmentation
+RESERVED = 1 << 30
+COMFORTABLE = 0.92  # share of a card's memory; a program that needs more of it barely fits
+
+
+def judge_fit(needed: float, memory: float) -> Literal["yes", "barely", "no"]:
+    """Whether a program fits a card. needed: memory that it needs, with RESERVED; memory: memory of the card, in the
+    same unit."""
+    return "no" if needed > memory else "barely" if needed > COMFORTABLE * memory else "yes"
 
 
 class DeviceNotFound(LatentpressError):

@@ -4,8 +4,9 @@ import math
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ LONGEST_S = 1e12
 
 def shorten(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def suggest(value: object, choices: Iterable[str]) -> str:
+    """ " (did you mean 'z-image'?)" for the most similar choice, or "" if none is similar. Case, dashes, underscores,
+    dots and spaces are ignored."""
+    plain = {re.sub(r"[-_. ]", "", choice).lower(): choice for choice in reversed([*choices])}
+    given = re.sub(r"[-_. ]", "", str(value)).lower()
+    close = [given] if given in plain else get_close_matches(given, plain, n=1)
+    return f" (did you mean {plain[close[0]]!r}?)" if close else ""
 
 
 def escape_unprintable(text: str) -> str:

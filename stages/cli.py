@@ -23,7 +23,7 @@ from schemas.cli.starting import (
 
 WIDTH = 100
 PROGRAMS = {
-    "configure": "write a short configuration from a few answers; start here",
+    "new": "write a short configuration for a folder of media from a few answers; start here",
     "discover": "find media, captions and companions; identify files by content",
     "features": "measure pictures and clips and find near-duplicates, for filters",
     "caption": "write captions for items without a caption, with a vision-language model",
@@ -42,6 +42,7 @@ PROGRAMS = {
     "push": "upload the adapter or model, with a model card, to the Hugging Face Hub",
     "export-adapter": "convert an adapter for ComfyUI or diffusers, or merge it into a model",
     "run": "run all stages from discover to report, and push if hub.repo is set",
+    "rehearse": "run the whole pipeline once with tiny random weights, to find problems early",
     "queue": "run several configurations one after the other",
     "export": "copy a training set with its shards, or write it as WebDataset tars",
     "import-config": "convert another trainer's configuration to pipeline.yaml",

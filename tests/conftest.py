@@ -55,7 +55,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 #: Where everything is forked, counted in /proc, limited or cut off as only Linux does it.
 LINUX = (ROOT / "tests" / "torture", ROOT / "tests" / "accelerator")
-BUILDER = ROOT / "examples" / "tiny_models.py"
+BUILDERS = ROOT / "stages" / "rehearsing"
 SLOW_S = 0.5  # of processor time; a test that takes more belongs among those that are marked slow
 
 
@@ -172,13 +172,23 @@ def wandb_offline(monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None
     wandb.teardown()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Generator[None, None, None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Callable[[str], Path]:
     """kind -> folder of a tiny random checkpoint, built once and shared by every process and later run."""
     libraries = [f"{name}=={version(name)}" for name in ("torch", "diffusers", "transformers")]
     # Random weights depend on the vector instructions that torch uses.
     libraries.append(os.environ.get("ATEN_CPU_CAPABILITY", ""))
-    sources = b"".join(path.read_bytes() for path in sorted(BUILDER.parent.glob("tiny_*.py")))
+    sources = b"".join(path.read_bytes() for path in sorted(BUILDERS.glob("tiny_*.py")))
     stamp = hashlib.sha256(sources + " ".join(libraries).encode()).hexdigest()[:12]
 
     @cache
@@ -195,7 +205,7 @@ def _build(kind: str, target: Path) -> None:
     """Beside its place first, then renamed: another process sees a whole checkpoint or none."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        from examples.tiny_models import build  # it imports torch
+        from stages.rehearsing.tiny_models import build  # it imports torch
 
         made = build(kind, Path(temporary) / kind)
         try:

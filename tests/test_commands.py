@@ -86,7 +86,7 @@ PLACES: dict[str, str] = {
 SET_ID, OTHER = "0123456789abcdef", "other.safetensors"
 #: Programs that write what others go on from; they, and those that write nothing, need no finished run.
 BEGIN = ("discover", "bucket", "run")
-ALONE = ("configure", "import-config", "doctor", "ui", "queue")
+ALONE = ("new", "rehearse", "import-config", "doctor", "ui", "queue")
 STEPS_OF = {document: [*shell_commands(document)] for document in DOCUMENTS}
 
 
@@ -144,7 +144,7 @@ class Typist:
         file = files[0]
         if program == "import-config":
             self.rehearsal.write_foreign(command)
-        elif program not in ("configure", "doctor"):
+        elif program not in ("new", "doctor"):
             for named in files:
                 self.rehearsal.write(named)
         writes_nothing = program in ALONE or ("--dry-run" in command and (program in BEGIN or "--card" in command))
@@ -158,7 +158,7 @@ class Typist:
             command = command.replace(SET_ID, next(path.name for path in (self.folder / "work/sets").glob("?" * 16)))
         if program == "ui":
             return self._serve(command)
-        if program == "configure" and "--yes" not in command:
+        if program == "new" and "--yes" not in command:
             return run_in_terminal(arguments(command), 120, self.folder, self.environment, [""] * 12, LIMIT_S)
         if program == "train" and command.startswith("torchrun"):  # not the run that one process has trained
             self.runs += 1

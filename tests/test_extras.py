@@ -145,6 +145,7 @@ CASES = {
     "encode": Case(ENCODED, "encode-text, encode-latents, preview"),
     "encode,features": Case("work/plans work/items work/features", "features, bucket", {"features": {"model": None}}),
     "encode,quant": Case(ENCODED, "encode-text --set text.quantization=int8-quanto"),
+    "media,encode,train": Case(ALL, "rehearse"),
     "train": Case(TRAINED, "train, export-adapter"),
     "train,quant": Case(TRAINED, "train --set train.base_precision=int8-torchao"),
     "train,optimizers": Case(TRAINED, "train --set train.optimizer.name=prodigy"),

@@ -54,8 +54,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 
-    from examples.tiny_models import make_model
-    from examples.tiny_tokenizers import gemma_tokenizer
+    from stages.rehearsing.tiny_models import make_model
+    from stages.rehearsing.tiny_tokenizers import gemma_tokenizer
 
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)

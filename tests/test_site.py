@@ -61,4 +61,6 @@ def test_the_pages_and_the_table_of_programs_are_those_of_the_code(monkeypatch: 
     assert (ROOT / "docs" / "programs.md").read_text() == module.programs_page(), "run: make generated"
     page = (ROOT / "docs" / "coming-from.md").read_text()
     assert page == module.keys_page(page), "run: make generated"
+    memory = (ROOT / "docs" / "memory.md").read_text()
+    assert memory == module.times_page(memory), "run: make generated"
     assert module.TABLE.read_text() == module.command_lines(), "run: make generated"

@@ -96,7 +96,17 @@ def test_programs_workers_and_launchers_start(run: Callable[..., str], tmp_path:
     assert json.loads((tmp_path / "output" / "run" / "result.json").read_text())["step"] == 1
 
 
-def test_configure_finds_the_recipes(run: Callable[..., str]) -> None:
+def test_a_rehearsal_runs(run: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    for number in range(2):
+        Image.new("RGB", (512, 512), (90 * number, 20, 90)).save(tmp_path / "media" / f"{number}.png")
+        (tmp_path / "media" / f"{number}.txt").write_text(f"color number {number}")
+    run("latentpress", "new", "media", "--yes", "--card", "16")
+    said = run("latentpress", "rehearse", "--config", "media.yaml")
+    assert "rehearse: 7 stages done" in said and not (tmp_path / "work").exists()
+
+
+def test_new_finds_the_recipes(run: Callable[..., str]) -> None:
     code = "import latentpress; latentpress.add_packages(); from stages.configuring.choice import families as names"
     assert "sana" in run("python", "-c", f"{code}; print(names('style'))")
 

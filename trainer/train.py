@@ -77,7 +77,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
         run.watch.sharing_errors(is_last=True),
     ):
         try:
-            if continued is None or continued.state.validation_due:
+            if config.validation.every and (continued is None or continued.state.validation_due):
                 validate(run, record, first)
             clock = metrics.StepTimer(first, config.train.steps, run.loader.schedule.global_batch)
             run.watch.note(f"reading step {first + 1}")
@@ -91,7 +91,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
                 step, unread = batches.step + 1, numbers
                 memory = metrics.memory_use(run.accelerator.device)
                 numbers.measured = {**clock.rates(step), **run.loader.data.supply.metrics(), **memory}
-                validates = is_due(step, config.train.steps, config.validation.every)
+                validates = config.validation.every > 0 and is_due(step, config.train.steps, config.validation.every)
                 saves = is_due(step, config.train.steps, config.train.checkpoint_every, config.train.keep_every)
                 if validates or saves or not run.reads_late:
                     record_step(run, record, numbers)

@@ -14,7 +14,7 @@ from benchmarks import device_usage as devices
 from benchmarks.common import print_header, print_row
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import Case, Model, prepare
-from examples.tiny_shapes import SHAPES
+from stages.rehearsing.tiny_shapes import SHAPES
 from trainer.data import MicroBatch
 from trainer.setup.prepare import TrainState
 

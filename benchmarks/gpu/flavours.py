@@ -1,4 +1,4 @@
-"""A model for each flavour: the models of other parts, and the tiny checkpoints of examples/tiny_models.py."""
+"""A model for each flavour: the models of other parts, and the tiny checkpoints of stages/rehearsing."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from benchmarks.gpu import image_lite, sana, video_lite
 from benchmarks.gpu.training import Case, Model, prepare
-from examples.tiny_models import build
+from stages.rehearsing.tiny_models import build
 from trainer.data import StepBatches
 from trainer.setup.prepare import TrainState
 

@@ -5,7 +5,7 @@ Most cases have 13 frames, because a step with 61 frames takes ten seconds or mo
 
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import Case, Model, measure_cases
-from examples.tiny_shapes import SHAPES
+from stages.rehearsing.tiny_shapes import SHAPES
 
 LORA = {"adapter": {"rank": 32}}
 STREAMS = {"offload": {"blocks": True, "streams": True}}

@@ -4,7 +4,7 @@ from typing import Any
 
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import Case, Model, measure_cases
-from examples.tiny_shapes import SHAPES
+from stages.rehearsing.tiny_shapes import SHAPES
 
 
 def full(optimizer: str, **settings: Any) -> dict[str, Any]:

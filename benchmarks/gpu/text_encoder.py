@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import text
 from benchmarks.gpu.parts import PartOptions
-from examples import tiny_models
+from stages.rehearsing import tiny_models
 
 IN_MEMORY, BYTES = "/dev/shm", 24 << 30  # bytes of the checkpoint, which the pipeline and the encoders load
 

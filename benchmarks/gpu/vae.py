@@ -7,7 +7,7 @@ from benchmarks import vae_memory
 from benchmarks.common import print_header, print_row
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import describe, forget_models
-from examples.tiny_models import make_model
+from stages.rehearsing.tiny_models import make_model
 
 NAME, DTYPE = "hunyuan_video", "bfloat16"
 SHAPE, TINY_SHAPE = (61, 512, 768), (5, 32, 32)  # frames, height, width

@@ -2,7 +2,7 @@
 
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import Case, Model, measure_cases
-from examples.tiny_shapes import SHAPES
+from stages.rehearsing.tiny_shapes import SHAPES
 
 LORA = {"adapter": {"rank": 32}}
 CASES = (

@@ -23,12 +23,12 @@ from benchmarks.discover import make_video, unique_video, write_item
 from benchmarks.gpu import flavours
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import describe, forget_models
-from examples.tiny_models import build
 from stages import bucket, discover, encode_latents, encode_text, encode_vision
 from stages.encoding.model_loading import disable_progress_bars
 from stages.encoding.text.worker import TextWorker
 from stages.encoding.vae.worker import LatentsWorker
 from stages.encoding.vision.worker import VisionWorker
+from stages.rehearsing.tiny_models import build
 from trainer import validation
 from trainer.train import train_step
 

@@ -451,10 +451,10 @@ def make_app(
     """The typer application of one program. `run(config, options, console, **own options) -> Report`.
 
     examples: argument lines for --help. unused: common options that --help omits. They are still parsed, so that the
-    program can explain why it does not support them. needs_config: False for a program that reads the configuration
-    itself and gets None; a program with several configurations defines --config as its own option `configs`. divided:
-    whether --shard divides the program's work; other programs reject --shard. passes_to: function that receives the
-    further keywords of `run`; its options are options of the program, too.
+    program can explain why it does not support them. An own option replaces the common option with the same flag.
+    needs_config: False for a program that reads the configuration itself and gets None. divided: whether --shard
+    divides the program's work; other programs reject --shard. passes_to: function that receives the further keywords of
+    `run`; its options are options of the program, too.
     """
 
     def command(
@@ -481,13 +481,19 @@ def make_app(
             common[number] = parameter.replace(annotation=Annotated[kind, option])
     signatures = [inspect.signature(function, eval_str=True) for function in filter(None, (run, passes_to))]
     own_parameters = [p for signature in signatures for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    common = [p for p in common if f"{p.name}s" not in (parameter.name for parameter in own_parameters)]
+    own_flags = {flag for parameter in own_parameters for flag in option_flags(parameter)}
+    common = [p for p in common if not own_flags.intersection(option_flags(p))]
     command.__signature__ = inspect.Signature([*common, *own_parameters])  # type: ignore[attr-defined]  # typer reads it
     command.__annotations__ = {p.name: p.annotation for p in (*common, *own_parameters)}
     commands = "\n\n".join(f"  latentpress {name} {line}".rstrip() for line in ("", "--dry-run", *examples))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name, help=f"{help}\n\nExamples:\n\n{commands}\n\n{EXIT_CODES}")(command)
     return app
+
+
+def option_flags(parameter: inspect.Parameter) -> tuple[str, ...]:
+    """The flags of an option, such as "--config" and "-c"; empty if typer makes them from its name."""
+    return tuple(flag for how in get_args(parameter.annotation)[1:] for flag in how.param_decls or ())
 
 
 def run_program(

@@ -20,9 +20,20 @@ if TYPE_CHECKING:
 OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: Program -> the extra that installs its libraries. Programs without extra libraries are not listed.
 EXTRAS = {
-    **dict.fromkeys(("configure", "discover", "bucket", "preview", "notify", "push", "thumbnails"), "media"),
+    **dict.fromkeys(("new", "discover", "bucket", "preview", "notify", "push", "thumbnails"), "media"),
     **dict.fromkeys(
-        ("features", "caption", "masks", "encode-text", "encode-latents", "encode-vision", "decode", "score", "verify"),
+        (
+            "features",
+            "caption",
+            "masks",
+            "encode-text",
+            "encode-latents",
+            "encode-vision",
+            "decode",
+            "score",
+            "verify",
+            "rehearse",
+        ),
         "encode",
     ),
     **dict.fromkeys(("train", "export-adapter"), "train"),

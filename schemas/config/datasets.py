@@ -3,11 +3,12 @@
 The options have the same names as in other trainers for these models; docs/datasets.md explains each with an example.
 """
 
+import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from schemas.config.section import (
     Name,
@@ -33,7 +34,20 @@ FINGERPRINT = "[0-9a-f]{24}"
 MAX_CLIP_FRAMES = 99_999
 MAX_EDGE = 1_000_000  # pixels: the limit of `schemas/geometry.py`
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
-Size = Annotated[float, Field(gt=0, le=MAX_EDGE)]  # in the unit of resolution_type
+
+
+def _refuse_sides(value: Any) -> Any:
+    """ValueError for "1024x768"."""
+    if isinstance(value, str) and (sides := re.fullmatch(r"(\d{1,6}) ?[xX*] ?(\d{1,6})", value.strip())):
+        edge = round(math.sqrt(int(sides[1]) * int(sides[2])))
+        raise ValueError(
+            f"{value!r} is a width and a height; write one number, the edge of a square of that area: {edge} "
+            "(buckets of other shapes have the same area; resolution_type has other units)"
+        )
+    return value
+
+
+Size = Annotated[float, Field(gt=0, le=MAX_EDGE), BeforeValidator(_refuse_sides)]  # in the unit of resolution_type
 ClipFrames = Annotated[int, Field(ge=1, le=MAX_CLIP_FRAMES)]
 VideoFrames = Annotated[int, Field(ge=1, le=10**9)]
 

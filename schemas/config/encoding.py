@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from schemas.catalog import FAMILIES, VISION_MODELS, get_flavour
 from schemas.config.section import ADDRESS, Count, Device, Precision, Problem, Processes, Section, Seed, UnitFloat
 from schemas.family import Condition, Family, Flavour, Task, Template
+from schemas.text_format import suggest
 
 StageName = Literal[
     "discover", "features", "caption", "masks", "bucket", "encode-text", "encode-latents", "encode-vision", "index",
@@ -59,7 +60,8 @@ class Model(Section):
     @classmethod
     def _known_family(cls, family: str) -> str:
         if family not in FAMILIES:
-            raise ValueError(f"{family!r} is not a model family; valid: {', '.join(FAMILIES)}")
+            hint = suggest(family, FAMILIES)
+            raise ValueError(f"{family!r} is not a model family{hint}; valid: {', '.join(FAMILIES)}")
         return family
 
     @field_validator("flavour")

@@ -29,7 +29,7 @@ from schemas.config.training import URL_ADVICE
 from schemas.config.yaml_reader import MAX_CHARACTERS, MAX_DEPTH, Document, KeyPath, YamlError, parse_yaml
 from schemas.errors import USAGE, LatentpressError
 from schemas.regular_files import open_regular
-from schemas.text_format import shorten
+from schemas.text_format import shorten, suggest
 
 
 def dotted_path(path: KeyPath) -> str:
@@ -87,7 +87,7 @@ def _describe(kind: str, path: KeyPath, value: Any, context: Mapping[str, Any], 
         key, valid = str(path[-1]), list(section_fields(type_at(path[:-1])))
         if path[0] == "notify" and key in ("url", "webhook_url"):
             return f"unknown key, use url_env; {URL_ADVICE}"
-        if hint := _suggest(key, valid):
+        if hint := suggest(key, valid):
             return f"unknown key{hint}"
         if sections := list(find_sections_with(key)):
             return f"unknown key; it is an option of {' or '.join(sections)}"
@@ -96,8 +96,7 @@ def _describe(kind: str, path: KeyPath, value: Any, context: Mapping[str, Any], 
         return "an item is missing" if isinstance(path[-1], int) else "is required; add it"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        text = shorten(repr(value)) if isinstance(value, str) else _format_value(value)
-        return f"{text} is not valid{_suggest(value, choices)}; valid: {', '.join(choices)}"
+        return f"{_format_value(value)} is not valid{suggest(value, choices)}; valid: {', '.join(choices)}"
     if kind == "string_pattern_mismatch":
         return f"{value!r} is not valid; {PATTERNS[context['pattern']]}"
     if kind in _EXPECTED_TYPES:
@@ -138,11 +137,6 @@ _LIMITS = {
     "string_too_long": "at most {max_length} characters",
 }
 _PYTHON_TYPES: dict[str, Any] = {"bool_type": bool, "float_type": (int, float), "int_type": int}
-
-
-def _suggest(value: Any, choices: list[str]) -> str:
-    close = get_close_matches(str(value), choices, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _format_value(value: Any) -> str:
@@ -349,8 +343,7 @@ def read_text(path: Path) -> str:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
             return file.read(MAX_CHARACTERS + 1)
     except FileNotFoundError as error:
-        step = "Create it with `latentpress configure`, or name a configuration with --config."
-        raise ConfigError([f"{path}: no such file"], step) from error
+        raise ConfigError([f"{path}: no such file"], _advise_missing(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8"]) from error
     except IsADirectoryError as error:
@@ -359,6 +352,14 @@ def read_text(path: Path) -> str:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     except ValueError as error:  # a zero byte in the name
         raise ConfigError([f"{str(path)!r}: cannot be read: {error}"]) from error
+
+
+def _advise_missing(path: Path) -> str:
+    """Name the file with the most similar name in the folder, if it has a configuration."""
+    files = {file.stem: file for file in sorted(path.parent.glob("*.y*ml"))}
+    if nearest := get_close_matches(path.stem, files, n=1, cutoff=0.0):
+        return f"Did you mean --config {files[nearest[0]]}?"
+    return "`latentpress new FOLDER` writes one for a folder of media; or name yours with --config."
 
 
 def _locate_error(

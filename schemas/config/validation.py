@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field, field_validator
 
 from schemas.config.section import (
+    MOST_STEPS,
     PATTERNS,
     SIZE,
     WORD,
@@ -22,7 +23,6 @@ from schemas.config.section import (
     Problem,
     Section,
     Seed,
-    Steps,
     UnitFloat,
     idle_options,
     listed,
@@ -133,7 +133,7 @@ class Validation(GridSection, json_schema_extra={"affects": "run"}):
         description="WxH or WxH@F, one or several; default: the family's resolution, square",
         json_schema_extra={"affects": "plan"},
     )
-    every: Steps = Field(500, description="training steps between validations")
+    every: int = Field(500, ge=0, le=MOST_STEPS, description="training steps between validations; 0: no validation")
     steps: OneOrSeveral[SamplingSteps] | None = Field(
         None, description="denoising steps, one or several; default: the family's"
     )

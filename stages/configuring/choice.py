@@ -16,6 +16,7 @@ from schemas.config.encoding import Latents, Model, Text, caption_settings
 from schemas.config.training import Train
 from schemas.config.validation import Validation
 from schemas.config.yaml_reader import KeyPath, parse_yaml
+from schemas.devices import RESERVED
 from schemas.family import Family
 from schemas.geometry import choose_buckets, largest_valid_frames, resolution_buckets
 from stages.configuring.media import Media
@@ -94,6 +95,12 @@ class Candidate:
 def parse_card_gib(recipe: str) -> float:
     """The memory in GB of the card that a recipe is made for."""
     return float(recipe.rpartition("-")[2].removesuffix("gb"))
+
+
+def predicted_gib(recipe: str) -> float:
+    """GiB of the card that training with a recipe needs, as its comment has it, with the memory that is reserved."""
+    text = (FOLDER / f"{recipe}.yaml").read_text().replace("\n#", "")
+    return float(text.partition("Predicted for training: ")[2].partition(" ")[0]) + RESERVED / 2**30
 
 
 def list_candidates(task: str) -> list[Candidate]:

@@ -1,5 +1,5 @@
-"""The questions of `configure`, with the conversion of their answers. Answers come from a terminal, options, defaults,
-or the form of the page "New project"."""
+"""The questions of `latentpress new`, with the conversion of their answers. Answers come from a terminal, options,
+defaults, or the form of the page "New project"."""
 
 import os
 import re
@@ -14,12 +14,13 @@ import typer
 
 from schemas.activities import activity
 from schemas.cli.console import Console
+from schemas.config.loading import parse_config, read_text
 from schemas.config.pipeline import Config
 from schemas.config.section import NAME_PATTERN, listed
 from schemas.errors import USAGE, Interrupted, LatentpressError
 from schemas.interruption import parse_duration, read_answer
 from schemas.libraries import is_installed
-from schemas.text_format import shown_path
+from schemas.text_format import shown_path, suggest
 from stages.configuring import choice
 from stages.configuring.choice import Answers
 from stages.configuring.media import Listing, find_media, find_sources, list_folder
@@ -48,6 +49,11 @@ class Question:
     default: str
     choices: Mapping[str, str] = field(default_factory=dict)
     is_folder: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The answer's place on the command line: the folder of media is an argument."""
+        return self.metavar if self.name == "media" else f"--{self.name}"
 
 
 QUESTIONS = {
@@ -79,7 +85,7 @@ def parse_task(text: str) -> str:
     """The task that a text begins. Raises ValueError unless it is exactly one of TASKS."""
     matches = [task for task in choice.TASKS if text and task.startswith(text.strip().lower())]
     if len(matches) != 1:
-        raise ValueError(f"{text!r} is not a task; valid: {', '.join(choice.TASKS)}")
+        raise ValueError(f"{text!r} is not a task{suggest(text, choice.TASKS)}; valid: {', '.join(choice.TASKS)}")
     return matches[0]
 
 
@@ -116,12 +122,12 @@ class Asker:
     """Answers questions by an option, with `yes` by the default, otherwise by asking on the terminal. Questions are
     written to standard error, so that standard output has only the report."""
 
-    def __init__(self, answers: Mapping[str, str | None], yes: bool, file: str) -> None:
+    def __init__(self, answers: Mapping[str, str | None], yes: bool) -> None:
         from rich.console import Console as RichConsole
 
         if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise NoAnswer(
-                f"configure has questions about {file}, but standard input and error are not a terminal",
+                "new has questions, but standard input and error are not a terminal",
                 "Add --yes to use the defaults of questions that no option answers.",
             )
         self._answers, self.yes = answers, yes
@@ -135,7 +141,7 @@ class Asker:
             try:
                 return parse(default if option_answer is None else option_answer)
             except ValueError as error:
-                raise NoAnswer(f"{question.text}: {error}", f"Answer it with --{name}.") from error
+                raise NoAnswer(f"{question.text}: {error}", f"Answer it with {question.flag}.") from error
         for answer, meaning in question.choices.items():
             self._console.print(f"  {answer:<10} {meaning}", markup=False)
         return self._type(question.text, default, parse)
@@ -158,7 +164,7 @@ class Asker:
             self._console.print(f"{escape(text)} [bold cyan]({escape(default)})[/]: ", end="")
             answer = read_answer()
             if not answer:
-                raise Interrupted("configure: standard input ended", "Nothing was written; start again.")
+                raise Interrupted("new: standard input ended", "Nothing was written; start again.")
             try:
                 return parse(answer.strip() or default)
             except ValueError as error:
@@ -177,30 +183,48 @@ def find_card() -> dict[str, Any] | None:
 
 @dataclass
 class Interview:
-    """The interview of `configure`. file: the configuration to write. current: its present content, which gives the
-    defaults; None if it does not exist. family, recipe: values of these options."""
+    """The interview of `latentpress new`. file: the configuration to write, by default next to the folder of media,
+    with its name. family, recipe: values of these options."""
 
     asker: Asker
     console: Console
-    file: Path
-    current: Config | None
+    file: Path | None
     family: str | None
     recipe: str | None
+    card: str = ""  # name of the card, as it was found or answered
+
+    @cached_property
+    def before(self) -> str | None:
+        """The text of the file, None if it does not exist."""
+        return read_text(self.file) if self.file is not None and self.file.exists() else None
+
+    @cached_property
+    def current(self) -> Config | None:
+        """The configuration in the file, whose settings are the defaults."""
+        text = self.before or ""
+        return parse_config(text, self.file) if self.file is not None and text.strip() else None
 
     def ask(self) -> tuple[Answers, Listing]:
         if self.recipe is not None and self.recipe not in (valid_names := choice.list_recipes()):
-            raise NoAnswer(f"--recipe: {self.recipe!r} is not a recipe; valid: {', '.join(valid_names)}")
+            raise NoAnswer(
+                f"--recipe: {self.recipe!r} is not a recipe{suggest(self.recipe, valid_names)}; valid: {', '.join(valid_names)}"
+            )
         if self.recipe is not None and self.family is not None:
             raise NoAnswer(
                 "--recipe and --family can't be combined, because a recipe has a family", "Leave one of them out."
             )
         listing = self.asker.ask("media", shown_path(self._find_media()), _parse_media)
+        if self.file is None:
+            folder, here = listing.folder.resolve(), Path.cwd()
+            path = folder.parent / f"{make_name(folder.name)}.yaml"
+            self.file = path.relative_to(here) if path.is_relative_to(here) else path
         counts = f"{len(listing.images)} pictures, {len(listing.videos)} clips, {len(listing.captions)} with a caption"
         self.console.log(f"{shown_path(listing.folder)}: {counts} file")
         task = self._ask_task(listing)
         valid_names = choice.families(task)
         if self.family is not None and self.family not in valid_names:
-            raise NoAnswer(f"--family: {self.family!r} has no recipe for {task}; valid: {', '.join(valid_names)}")
+            hint = suggest(self.family, valid_names)
+            raise NoAnswer(f"--family: {self.family!r} has no recipe for {task}{hint}; valid: {', '.join(valid_names)}")
         current_family = None if self.current is None else self.current.model.family
         sources = self._ask_sources(listing) if task == "editing" else None
         trigger = self._ask_trigger()
@@ -223,6 +247,7 @@ class Interview:
 
     @cached_property
     def _home(self) -> Path:
+        assert self.file is not None
         return self.file.absolute().parent.resolve()
 
     @property
@@ -242,6 +267,8 @@ class Interview:
         return "." if relative == "." else f"./{relative}"
 
     def _find_media(self) -> Path:
+        if self.file is None:
+            return find_media(Path())
         if self.current is not None and self.current.datasets:
             return Path(self.current.datasets[0].root)
         return find_media(self._home) if self._home.is_dir() else Path()
@@ -306,7 +333,14 @@ class Interview:
                 self.console.log(f"found {card['device']}: {card['name']}, {default} GiB")
                 if "bfloat16" not in card["dtypes"]:
                     self.console.warn(f"{card['name']} does not support bfloat16: set model.precision (docs/memory.md)")
-        return self.asker.ask("card", default, parse_card)
+                self.card = card["name"]
+
+        def parse(text: str) -> float:
+            gib = parse_card(text)
+            self.card = self.card if text == default else text
+            return gib
+
+        return self.asker.ask("card", default, parse)
 
 
 def _parse_media(text: str) -> Listing:

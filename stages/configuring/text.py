@@ -29,7 +29,7 @@ from stages.configuring.choice import DATASET, Settings
 
 HEADER = """\
 {description}
-Made by `latentpress configure`. If you run it again, it shows changes before it writes them.
+Made by `latentpress new`. If you run it again, it shows changes before it writes them.
 Options that are not in this file have their defaults: docs/configuration.md."""
 COLUMN = 40  # column of comments, if lines are short enough
 WIDTH, MAX_WORDS, SHORT = 120, 90, 50  # characters of a line, of a comment after a value, and of a description
@@ -50,7 +50,7 @@ REMOVED: tuple[KeyPath, ...] = (
 
 
 class NotChanged(LatentpressError):
-    """Raised if configure can't change a file."""
+    """Raised if a file can't be changed."""
 
     exit_code = USAGE
 

@@ -245,7 +245,7 @@ ARGUMENTS: Rows = {
     "validation_seed": ("validation.seed", to.integer),
     **dict.fromkeys(("validation_step_interval", "validation_steps"), ("validation.every", to.positive_integer)),
     "validation_epoch_interval": ("validation.every", to.epochs),
-    "validation_disable": ("validation.every", to.flag(10**9)),
+    "validation_disable": ("validation.every", to.flag(0)),
     "num_eval_images": ("validation.eval_samples", to.integer),
     "eval_loss_disable": ("validation.eval_samples", to.flag(0)),
     "evaluation_type": ("validation.scores.clip", to.one_of({

@@ -13,7 +13,6 @@ import pytest
 from ruamel.yaml import YAML
 
 from cache.models.compatibility import bucket_side_multiple
-from examples.tiny_shapes import SHAPES
 from schemas.catalog import FAMILIES
 from schemas.cli.console import Console, Options
 from schemas.config.loading import load_config
@@ -21,6 +20,7 @@ from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from stages import run
 from stages.planning.crop_selection import bucket_sizes
+from stages.rehearsing.tiny_shapes import SHAPES
 from tests.forms import long
 from tests.project import Project
 
@@ -34,7 +34,7 @@ def published(family: str, flavour: str) -> dict[str, Any]:
     return FAMILIES[family].published_shape("transformer", FAMILIES[family].flavours[flavour])
 
 
-#: recipe -> the card's GB, its published transformer, and the checkpoint that examples/tiny_models.py makes of it
+#: recipe -> the card's GB, its published transformer, and the kind of its tiny checkpoint
 RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "sana-lora-12gb": (12, SHAPES["true"]["sana"], "sana"),
     "z-image-lora-12gb": (12, SHAPES["true"]["z_image"], "z-image"),
@@ -158,7 +158,7 @@ def wide_sana(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
     """wide_sana(tiny checkpoint) -> a copy of it with sides in multiples of 64, which nf4-bnb requires."""
 
     def make(tiny: Path) -> Path:
-        from examples.tiny_models import make_model
+        from stages.rehearsing.tiny_models import make_model
 
         folder = tmp_path_factory.mktemp("wide") / "sana"
         shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("transformer"), symlinks=True)

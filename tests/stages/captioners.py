@@ -9,8 +9,8 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
-from examples.tiny_models import weight_scale
-from examples.tiny_tokenizers import gemma_tokenizer, qwen_tokenizer
+from stages.rehearsing.tiny_models import weight_scale
+from stages.rehearsing.tiny_tokenizers import gemma_tokenizer, qwen_tokenizer
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION = SIZES | {"image_size": 28, "patch_size": 14}  # four patches

@@ -72,7 +72,7 @@ def _clipseg() -> tuple[Any, list[Any]]:
     from transformers import CLIPSegConfig, CLIPSegForImageSegmentation
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-    from examples.tiny_tokenizers import clip_tokenizer
+    from stages.rehearsing.tiny_tokenizers import clip_tokenizer
 
     tokenizer = clip_tokenizer()
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -115,7 +115,7 @@ def build_segmenter(kind: str, folder: Path, seed: int = 0) -> Path:
     """A tiny random checkpoint with its processors, as transformers saves one: its masks are neither empty nor full."""
     import torch
 
-    from examples.tiny_models import weight_scale
+    from stages.rehearsing.tiny_models import weight_scale
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -147,7 +147,7 @@ def test_only_what_is_new_or_changed_is_scored_again(home: Project, monkeypatch:
 
 @pytest.mark.long
 def test_another_model_or_another_setting_scores_everything_again(home: Project, tmp_path: Path) -> None:
-    from examples.tiny_models import build
+    from stages.rehearsing.tiny_models import build
 
     fake_run = FakeRun(home)
     add_step(fake_run, 500)

@@ -121,7 +121,7 @@ def test_a_few_are_made_at_a_time_and_end_with_the_page(server: UiServer, place:
 
 @pytest.mark.long
 def test_by_questions_and_by_a_recipe(server: UiServer, place: Path) -> None:
-    """Run configure. A second run for the same project changes only the options of changed answers."""
+    """`latentpress new` itself; run again for the same project it changes what the answers change."""
     form = server.get(f"/new?media={place}/media").text
     assert 'value="media-project"' in form and "<option>sana-lora-12gb</option>" in form
     for question in QUESTIONS.values():

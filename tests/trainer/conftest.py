@@ -72,7 +72,7 @@ def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[It
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """kind -> folder with a tiny transformer and scheduler in diffusers layout, built once."""
-    from examples.tiny_models import build
+    from stages.rehearsing.tiny_models import build
 
     folders: dict[str, Path] = {}
 

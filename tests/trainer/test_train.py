@@ -39,6 +39,13 @@ from trainer.setup.optimizers import DivergedError
 
 
 @pytest.mark.slow
+def test_a_run_without_validation(ready) -> None:
+    config = ready("sana", validation={"eval_samples": 2, "every": 0}, steps=2)
+    assert train(config)["done"] == 2 and lines(config, "eval_loss") == {}
+    assert not (config.run_folder / "validation").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t2i", "sana"])
 def test_a_run_leaves_what_it_promises(ready, kind) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}

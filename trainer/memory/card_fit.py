@@ -35,7 +35,7 @@ from schemas.config.encoding import Latents, Model, Text
 from schemas.config.pipeline import Config
 from schemas.config.section import Section, listed
 from schemas.config.training import Train
-from schemas.devices import DeviceNotFound, device_memory, device_name, find_device
+from schemas.devices import COMFORTABLE, RESERVED, DeviceNotFound, device_memory, device_name, find_device, judge_fit
 from schemas.family import SOURCE_ROLES, Condition
 from schemas.geometry import Bucket, largest_valid_frames, resolution_buckets
 from schemas.recipe import plan_key
@@ -45,11 +45,12 @@ from trainer.setup.load import explain_checkpoint_errors
 from trainer.setup.quantize import QUANTIZERS, packed_bytes
 
 Shapes = dict[str, dict[str, Any]]
-#: Bytes of a card that are reserved for the CUDA context, memory inside kernels and fragmentation
-RESERVED = 1 << 30
 CAPTION_TOKENS = 512  # limit of a caption after references, whose template has no limit
 MIN_SAVED = 0.01  # smallest share of the needed memory that an option saves to be suggested
-OTHERWISE = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames need less."
+BARELY = (
+    "It fits if no other program, such as a desktop or a browser, uses the card, and the prediction is not too low."
+)
+OTHERWISE = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ class EncoderMemory:
 
 
 def check_card(config: Config, card: float, ranks: int) -> Report:
-    """Returns a report with a prediction in GiB for each program, and whether it fits `card` GiB. A program that does
-    not fit is listed as failed, with the options that help."""
+    """Returns a report with a prediction in GiB for each program, and whether it fits `card` GiB: yes, barely or no. A
+    program that does not fit is listed as failed; for it, and for a program that barely fits, the report lists the
+    options that help."""
     size, report = int(card * 2**30), Report("train", dry_run=True)
     shapes, assumed = read_shapes(config.model)
     plan = find_plan(config)
@@ -85,7 +87,7 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     def latents(changed: Config) -> EncoderMemory:
         return estimate_latents(changed.model, changed.latents, shapes, largest)
 
-    rows: list[dict[str, Any]] = []
+    rows, barely = list[dict[str, Any]](), list[str]()
     cpu_advice = "It runs on the CPU with stages.{}.device: cpu, or on another machine."
     for program, subject, predict, changes, otherwise in (
         ("encode-text", "encode-text", text, text_changes(config.text), cpu_advice),
@@ -97,13 +99,17 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
         need = estimate.device + RESERVED
         sizes = {"weights_gib": estimate.weights, "activations_gib": estimate.activations, "all_gib": need}
         row = {name: round(size / 2**30, 1) for name, size in sizes.items()}
-        rows.append({"program": program, **row, "fits": need <= size})
-        if need > size:
+        rows.append({"program": program, **row, "fits": judge_fit(need, size)})
+        if rows[-1]["fits"] != "yes":
             described = (f"a card of {card:g} GiB", size)
             message = explain(config, subject, described, estimate.device, changes, predict, otherwise.format(program))
-            report.failed.append({"item": program, "reason": "does-not-fit", "message": message})
+            if need > size:
+                report.failed.append({"item": program, "reason": "does-not-fit", "message": message})
+            else:
+                barely.append(message)
     report.details = {"card_gib": card, "buckets_of": source, "largest_bucket": largest, "longest_text": length}
     report.details["memory"] = rows
+    report.details |= {"barely_fits": barely} if barely else {}
     report.details |= {"experts": "one at a time"} if config.experts else {}
     report.details |= {"assumed": assumed} if assumed else {}
     return report
@@ -145,7 +151,7 @@ def predict_step(
     with explain_checkpoint_errors(config.model.source):
         estimate = predict(config)
     card = find_card(config.train.device)
-    if card and estimate.device + RESERVED > card[1]:
+    if card and judge_fit(estimate.device + RESERVED, card[1]) != "yes":
         changes = train_changes(config.train, ranks)
         warn(explain(config, "the run", card, estimate.device, changes, predict, OTHERWISE))
     places = {"host": "host, at its peak", "offloaded": "host, while training", "checkpoint": "disk, one checkpoint"}
@@ -174,24 +180,28 @@ def explain(
 ) -> str:
     """Returns a message with the needed memory, the `changes` that help, and `otherwise` if the changes are not enough.
     Changes are applied one after another; a change that does not save memory is skipped, and the list ends when the
-    program fits. changes: (label, section of the configuration -> keys). need: bytes without changes."""
-    (name, size), lowest, suggestions = card, need, list[str]()
+    program fits. For a program that barely fits, it ends when the program fits comfortably. changes: (label, section of
+    the configuration -> keys). need: bytes without changes."""
+    (name, size), least, shown = card, need, list[str]()
+    fits = judge_fit(need + RESERVED, size)
+    enough = size if fits == "no" else COMFORTABLE * size
     for label, sections in changes:
         try:
             values = {section: _change_settings(getattr(config, section), keys) for section, keys in sections.items()}
             changed = config.changed(**values)
         except ValidationError:  # such as block offload of full rank
             continue
-        if changed == config or (smaller := predict(changed).device) > lowest * (1 - MIN_SAVED):
+        if changed == config or (smaller := predict(changed).device) > least * (1 - MIN_SAVED):
             continue
-        lowest, config = smaller, changed
-        suggestions.append(f"{label} ({gib(lowest + RESERVED)})")
-        if lowest + RESERVED <= size:
+        least, config = smaller, changed
+        shown.append(f"{label} ({gib(least + RESERVED)})")
+        if least + RESERVED <= enough:
             break
     message = f"{subject} would need {gib(need + RESERVED)} on the device, 1 GiB of it for CUDA and its kernels, "
     message += f"and {name} has {gib(size)}."
-    message += f" It would need less with {', and with '.join(suggestions)}." if suggestions else ""
-    return message + (f" {otherwise}" if lowest + RESERVED > size else "")
+    message += f" {BARELY}" if fits == "barely" else ""
+    message += f" It would need less with {', and with '.join(shown)}." if shown else ""
+    return message + (f" {otherwise}" if least + RESERVED > enough else "")
 
 
 def _change_settings(settings: Section, values: Mapping[str, Any]) -> Section:

@@ -310,7 +310,7 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
 def log_start(run: TrainState) -> None:
     """Log the source of the eval loss before the first step."""
     data, settings = run.loader.data, run.config.validation
-    if settings.eval_samples and run.config.eval_sigmas:
+    if settings.every and settings.eval_samples and run.config.eval_sigmas:
         rows, source = data.choose_eval_rows(settings.eval_samples)
         run.log(f"eval loss on {len(rows)} {source}")
 

@@ -1,5 +1,5 @@
 """Proposals: configurations that a program of the command line would write, shown before anything is written. There are
-two forms: a new project, with the questions of `configure`, and the import of another trainer's configuration.
+two forms: a new project, with the questions of `latentpress new`, and the import of another trainer's configuration.
 
 A proposal is a process with `--dry-run --json`, whose report contains the text. The page keeps the newest proposals, in
 a folder that is removed when the page ends; processes that still run then are killed."""
@@ -39,7 +39,7 @@ from stages.pages.ui.projects import Projects
 from stages.pages.ui.records import read_piece
 
 #: Program that makes proposals -> options that it needs for this.
-PROGRAMS: Mapping[str, tuple[str, ...]] = {"configure": ("--yes",), "import-config": ()}
+PROGRAMS: Mapping[str, tuple[str, ...]] = {"new": ("--yes",), "import-config": ()}
 MAX_PROPOSALS, MAX_RUNNING = 20, 2
 MAX_BYTES = 8 << 20  # bytes of a report that are read
 
@@ -126,7 +126,7 @@ class Proposals:
 
 REPORT, LOG = "report.json", "log.txt"  # files in the folder of a proposal
 PROPOSALS_PATH = "/proposals"
-#: Details of `configure`'s report that are shown as tables -> heading.
+#: Details of a report that are shown as tables -> heading.
 TABLES = {"missing": "Not installed"}
 FACTS = ("answers", "media")
 WARNING = "warning: "
@@ -184,7 +184,7 @@ def make_proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseR
 def _describe(details: dict[str, Any]) -> dict[str, Any]:
     """The details of a report for the page: facts (name -> value), tables and keys (heading -> rows)."""
     facts = {key: value for name in FACTS for key, value in details.get(name, {}).items()}
-    facts |= {name: details[name] for name in ("model", "trainer") if name in details}
+    facts |= {name: details[name] for name in ("model", "training_time", "memory", "trainer") if name in details}
     tables = {heading: details[name] for name, heading in TABLES.items() if details.get(name)}
     keys = {heading: details.get(name, []) for name, heading in
             (("carried_over", "Carried over"), ("not_needed", "Not needed"))}  # fmt: skip
@@ -193,7 +193,7 @@ def _describe(details: dict[str, Any]) -> dict[str, Any]:
 
 NEW_PATH = "/new"
 FILE = "pipeline.yaml"
-ANSWERS = (*QUESTIONS, "recipe")  # options of configure
+ANSWERS = (*QUESTIONS, "recipe")  # options of `latentpress new`, and its argument
 FOLDERS = tuple(name for name, question in QUESTIONS.items() if question.is_folder)
 MAX_CHARACTERS = 2000  # characters of an answer
 
@@ -245,9 +245,10 @@ def make_new_project_page(projects: Projects, places: Places, proposals: Proposa
         answers = _read_answers(form, places)
         name = form.get("name", "").strip()
         file = check_new_file(projects.home, name)
-        words = [f"--{option}={answer}" for option, answer in answers.items()]
+        words = [f"--{option}={answer}" for option, answer in answers.items() if option != "media"]
         form_address = f"{NEW_PATH}?{urlencode({'name': name, **answers})}"
-        return Moved(make_proposal_address(proposals.begin("configure", file, words, form_address)))
+        proposal = proposals.begin("new", file, [*words, "--", answers["media"]], form_address)
+        return Moved(make_proposal_address(proposal))
 
     return Page("New project", NEW_PATH, (get(NEW_PATH, show), action(f"{NEW_PATH}/propose", propose, NEW_PATH)))
 

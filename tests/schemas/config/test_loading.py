@@ -174,12 +174,7 @@ def test_an_empty_list_and_a_list_of_invalid_items_differ(write):
     assert [e.split(": ")[1] for e in errors(write(head + "  - id: a\n"))] == ["datasets.0.instance_data_dir"]
 
 
-def test_a_missing_file_is_an_error_with_a_next_step(write):
-    with pytest.raises(ConfigError, match=r"^nowhere\.yaml: no such file\n.*`latentpress configure`.* --config"):
-        load_config("nowhere.yaml")
-
-
-def test_files_that_are_not_configurations(write, tmp_path):
+def test_what_is_no_configuration_at_all(write, tmp_path):
     assert errors(tmp_path)[0].endswith(": is a folder")
     assert errors(write("- a\n"))[0].startswith("pipeline.yaml:1: expected keys and values; valid keys: root, ")
     assert [e.split(": ")[1] for e in errors(write(""))] == ["datasets", "model", "root"]

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.gpu import sana
 from benchmarks.gpu.training import Case, Model, forget_models, measure_steps, predict, prepare
-from examples.tiny_shapes import SHAPES
 from schemas.config.pipeline import Config
+from stages.rehearsing.tiny_shapes import SHAPES
 from tests.trainer.runs import lines, train, write
 from trainer.run.resume import newest_checkpoint
 

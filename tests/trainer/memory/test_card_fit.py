@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.tiny_models import make_untrained
-from examples.tiny_shapes import SHAPES
 from schemas.catalog import FAMILIES
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, OK, USAGE
 from stages.encoding.text.qwen_vl_images import MAX_CACHED_FEATURES
+from stages.rehearsing.tiny_models import make_untrained
+from stages.rehearsing.tiny_shapes import SHAPES
 from trainer.memory import card_fit
 from trainer.memory.card_fit import check_card, find_plan, list_buckets, longest_text, read_shapes
 from trainer.memory.estimate import sum_bytes
@@ -57,8 +57,13 @@ def test_a_recipe_fits_its_card_and_a_small_one_is_told_what_helps(name: str) ->
     config = load_config(ROOT / "examples" / "recipes" / f"{name}.yaml")
     card = float(name.rsplit("-", 1)[1].removesuffix("gb"))
     report = check_card(config, card, 1)
-    assert report.exit_code == OK and all(row["fits"] for row in report.details["memory"])
-    assert "assumed" not in report.details and "no plan" in report.details["buckets_of"]
+    assert report.exit_code == OK and {row["fits"] for row in report.details["memory"]} == {"yes"}
+    assert "assumed" not in report.details and "no plan yet" in report.details["buckets_of"]
+    largest = max(report.details["memory"], key=lambda row: row["all_gib"])
+    report = check_card(config, largest["all_gib"] / 0.95, 1)
+    rows = {row["program"]: row["fits"] for row in report.details["memory"]}
+    assert report.exit_code == OK and rows[largest["program"]] == "barely" and "no" not in rows.values()
+    assert "GiB" in report.details["barely_fits"][0]
     report = check_card(config, 2.5, 1)
     failed = {row["item"]: row["message"] for row in report.failed}
     assert report.exit_code == INCOMPLETE and "train" in failed and "would need less with" in failed["train"]

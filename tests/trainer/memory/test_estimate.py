@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from examples.tiny_shapes import KINDS, SHAPES
 from schemas.cli.console import OK
+from schemas.devices import COMFORTABLE, RESERVED
 from schemas.geometry import Bucket
+from stages.rehearsing.tiny_shapes import KINDS, SHAPES
 from tests.devices import set_accelerators
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
 from trainer.families.base import module_of
-from trainer.memory.card_fit import RESERVED, find_card
+from trainer.memory.card_fit import find_card
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -148,7 +149,11 @@ def test_a_dry_run_says_what_would_fit_the_card(ready, program, monkeypatch) -> 
     much = log_for(RESERVED)
     assert "and with train.offload.activations true" in much and "smaller buckets" in much
     assert find_card("cuda:1") is find_card("cpu") is None and find_card("auto") == ("a small card", RESERVED)
-    assert "would need" not in log_for(single.device + RESERVED)
+    barely, comfortable = (
+        log_for(single.device + RESERVED),
+        log_for(round((single.device + RESERVED) / COMFORTABLE) + 1),
+    )
+    assert "It fits if" in barely and "checkpointing" in barely and "would need" not in comfortable
 
 
 @pytest.mark.slow

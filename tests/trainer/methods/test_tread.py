@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from examples.tiny_models import build, make_model
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
+from stages.rehearsing.tiny_models import build, make_model
 from tests.forms import long
 from tests.trainer.conftest import KINDS
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand

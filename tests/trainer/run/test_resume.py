@@ -161,7 +161,7 @@ def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_conf
 def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
     """The weights of another checkpoint of the same shape; a copy of the same weights, at another path and in bfloat16,
     is valid."""
-    from examples.tiny_models import build
+    from stages.rehearsing.tiny_models import build
 
     config = ready("t2i", steps=1)
     train(config)

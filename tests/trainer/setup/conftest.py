@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.tiny_models import make_model
+from stages.rehearsing.tiny_models import make_model
 
 # Sides in multiples of 64, which nf4-bnb needs.
 WIDE = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.tiny_models import make_model
+from stages.rehearsing.tiny_models import make_model
 from tests.forms import long
 from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.setup.test_quantize import NAMES, adapted, step

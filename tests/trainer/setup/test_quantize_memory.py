@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.tiny_models import make_model
+from stages.rehearsing.tiny_models import make_model
 from tests.forms import long
 from tests.processes import in_child
 from tests.trainer.pipelines import KINDS

@@ -1,14 +1,24 @@
 """The tiny checkpoints: reproducible and small; true sizes have the published numbers of parameters."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples import tiny_models
+from stages.rehearsing import tiny_models
 from tests.forms import long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]) -> Path:
+    """The checkpoints that all tests share; another process or an earlier run may have built them."""
+    out = tmp_path_factory.mktemp("models")
+    for kind in tiny_models.KINDS:
+        (out / kind).symlink_to(tiny(kind))
+    return out
 
 
 def _files(folder: Path) -> dict[str, bytes]:

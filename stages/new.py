@@ -1,4 +1,4 @@
-"""configure: writes a short pipeline.yaml from a few answers.
+"""new: writes a short configuration for a folder of media from a few answers.
 
 Answers come from a terminal, from options or, with --yes, from defaults. A table gives the recipe for a task and a
 card, which is adjusted to the media. In an existing file, only the values that depend on the answers are changed, and
@@ -18,13 +18,15 @@ import typer
 
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.report import WIDTH, report_width
-from schemas.config.loading import parse_config, read_text
+from schemas.config.loading import parse_config
 from schemas.config.pipeline import Config
+from schemas.devices import judge_fit
 from schemas.errors import LatentpressError
 from schemas.libraries import missing_libraries
 from schemas.text_format import escape_lines, format_duration, shorten
 from stages.configuring import text
-from stages.configuring.choice import Answers, choose_candidate, choose_settings, least_edge
+from stages.configuring.choice import Answers, choose_candidate, choose_settings, least_edge, predicted_gib
+from stages.configuring.duration import describe_duration
 from stages.configuring.media import Listing, Media, list_folder
 from stages.configuring.questions import QUESTIONS, Asker, Interview
 from stages.discovery.sources.captions import read_caption_file
@@ -36,11 +38,18 @@ READ_TIMEOUT_S, READ_MEMORY_MIB = 20.0, 4096
 MAX_PROMPT_LENGTH = 300  # characters of a caption that becomes a validation prompt
 PROMPTS = 2
 Size = tuple[int, int, float]  # width, height, seconds
+FITS = {"yes": "it fits", "barely": "it barely fits", "no": "it does not fit"}
+HELP = {
+    "barely": "Close other programs that use the card, or choose a smaller model with --family.",
+    "no": "Choose a smaller model with --family; `latentpress train --dry-run` names options that need less.",
+}
 
 
 def option(name: str) -> Any:
-    """The option that answers a question."""
-    return typer.Option(metavar=QUESTIONS[name].metavar, help=f"{QUESTIONS[name].text}. {QUESTIONS[name].about}")
+    """The option or argument that answers a question."""
+    question = QUESTIONS[name]
+    kind: Any = typer.Option if question.flag.startswith("--") else typer.Argument
+    return kind(metavar=question.metavar, help=f"{question.text}. {question.about}", show_default=False)
 
 
 @dataclass
@@ -61,6 +70,15 @@ def run(
     console: Console,
     *,
     media: Annotated[str | None, option("media")] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            metavar="FILE",
+            help="The configuration to write, or to change.  [default: next to FOLDER, with its name: FOLDER.yaml]",
+        ),
+    ] = None,
     task: Annotated[str | None, option("task")] = None,
     sources: Annotated[str | None, option("sources")] = None,
     trigger: Annotated[str | None, option("trigger")] = None,
@@ -74,21 +92,21 @@ def run(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Use the default answers; do not ask questions.")] = False,
 ) -> Report:
-    file = options.config
     arguments = {"media": media, "task": task, "sources": sources, "trigger": trigger, "card": card, "time": time}
-    asker = Asker(arguments, yes, str(file))
-    old_text = read_text(file) if file.exists() else None
-    current = parse_config(old_text, file) if old_text is not None and old_text.strip() else None
-    answers, listing = Interview(asker, console, file, current, family, recipe).ask()
+    asker = Asker(arguments, yes)
+    interview = Interview(asker, console, config_file, family, recipe)
+    answers, listing = interview.ask()
+    file, old_text = interview.file, interview.before
+    assert file is not None
     source_folder = None if answers.sources is None else file.absolute().parent / answers.sources
     contents = read_media(listing, answers.kind, source_folder)
     if not len(contents.width):
         problems = "; ".join(contents.problems[:5])
-        step = "correct the files, or choose another folder with --media"
+        step = "correct the files, or choose another folder"
         raise LatentpressError(f"the media in {answers.folder} cannot be read: {problems}", step)
     new_text = _propose(answers, contents, file, old_text or "", options, console)
-    report = ProposalReport("configure", dry_run=options.dry_run)
-    report.details = _describe(answers, contents, file, old_text or "", new_text, console)
+    report = ProposalReport("new", dry_run=options.dry_run)
+    report.details = _describe(answers, interview.card, contents, file, old_text or "", new_text, console)
     report.next_steps = _commands(answers, file)
     if options.dry_run or new_text == old_text:
         report.remaining, report.skipped = int(new_text != old_text), int(new_text == old_text)
@@ -121,7 +139,7 @@ def _propose(answers: Answers, media: Media, file: Path, old_text: str, options:
 
 
 def _describe(
-    answers: Answers, media: Media, file: Path, old_text: str, new_text: str, console: Console
+    answers: Answers, card: str, media: Media, file: Path, old_text: str, new_text: str, console: Console
 ) -> dict[str, Any]:
     """Returns the details of the report. Warns if captions are missing or the media are small."""
     config: Config = parse_config(new_text, file)
@@ -134,6 +152,12 @@ def _describe(
     edge = max(resolution for dataset in config.datasets for resolution in dataset.resolutions(family.resolution))
     if edge < least_edge(config.model):
         console.warn(f"most items are small for {family.name}, so resolution is {edge:g}; the model learns less detail")
+    needed = predicted_gib(choose_candidate(answers).recipe)
+    fits = judge_fit(needed, answers.card_gib)
+    if fits != "yes":
+        console.warn(
+            f"{FITS[fits]}: training with this recipe needs {needed:g} of {answers.card_gib:g} GiB. {HELP[fits]}"
+        )
     answer_rows: dict[str, Any] = {"media": answers.folder, "task": answers.task, "card_gib": answers.card_gib}
     answer_rows["time"] = "no limit" if answers.seconds is None else format_duration(answers.seconds)
     answer_rows |= {"sources": answers.sources} if answers.sources else {}
@@ -143,6 +167,8 @@ def _describe(
         "answers": answer_rows,
         "media": media.describe(),
         "model": f"{config.model.family} {config.model.flavour_spec.name}",
+        "training_time": describe_duration(config, card, answers.card_gib),
+        "memory": f"{needed:g} of {answers.card_gib:g} GiB, predicted: {FITS[fits]}",
     }
     libraries = [
         {"missing": library.distribution, "for": key, "install": library.command}
@@ -157,6 +183,7 @@ def _commands(answers: Answers, file: Path) -> list[str]:
     words = f"{hours}h" * bool(hours) + f"{minutes}m" * bool(minutes)
     commands = [f"latentpress train {config} --dry-run --card {answers.card_gib:g}"]
     commands += [f"latentpress caption {config}"] if answers.needs_captions else []
+    commands += [f"latentpress rehearse {config}"]
     return [*commands, f"latentpress run {config}" + (f" --max-time {words}" if words else "")]
 
 
@@ -213,11 +240,11 @@ def _read_prompt(path: Path) -> str:
 
 
 app = make_app(
-    "configure",
-    "Write a short configuration from a few answers: folder of media, task, card, and time limit. Answers come from "
-    "options or from questions in a terminal. Changes of an existing file are shown before it is written.",
+    "new",
+    "Write a short configuration for a folder of media, from a few answers: what to train, on which card, in which "
+    "time. Asks in a terminal; a file that exists is changed after its difference was shown.",
     run,
-    examples=["--media photos --task style --card 16 --yes", "--yes --dry-run"],
+    examples=["photos", "photos --task style --card 16 --yes", "--config photos.yaml --card 24"],
     unused=NOT_COMPUTING,
     needs_config=False,
 )

@@ -1,4 +1,4 @@
-"""Configurations of the models and checkpoints that examples/tiny_models.py builds, tiny and in published sizes.
+"""The models and checkpoints that `tiny_models` builds: configurations, tiny and of the published sizes.
 
 A model's configuration has only keys that differ from the defaults of its class.
 """
@@ -8,6 +8,7 @@ from typing import Any
 
 from schemas.catalog import FAMILIES
 from schemas.families.kandinsky5 import NABLA, PRO
+from schemas.family import Family, Flavour
 
 _KANDINSKY = {"in_visual_dim": 16, "out_visual_dim": 16, "patch_size": (1, 2, 2), "attention_type": "regular"}
 _KANDINSKY_TINY = _KANDINSKY | {
@@ -280,4 +281,17 @@ KINDS = {
     ),
     "dinov2": CheckpointKind(None, {"": "dinov2"}),
     "clip": CheckpointKind(None, {"": "clip_model"}),
+}
+
+
+def _find_kind(family: Family, flavour: Flavour) -> str:
+    names = (f"{family.name}-{flavour.task}-nabla" * flavour.sparse, f"{family.name}-{flavour.task}", family.name)
+    return next(name for name in names if name in KINDS)
+
+
+#: (family, flavour) -> the kind of its tiny checkpoint.
+KIND_OF = {
+    (family.name, flavour.name): _find_kind(family, flavour)
+    for family in FAMILIES.values()
+    for flavour in family.flavours.values()
 }

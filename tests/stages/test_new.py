@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from schemas.config.loading import load_config
-from stages import configure
+from stages import new
 from stages.configuring import questions
 from stages.configuring.text import write_file
 from tests.project import Project
@@ -37,28 +37,28 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     def start(folder: Path, *words: str) -> tuple[int, dict, str]:
         monkeypatch.chdir(folder)
         with pytest.raises(SystemExit) as ended:
-            configure.app(args=[*words, "--json"])
-        output = capfd.readouterr()
-        return int(ended.value.code or 0), json.loads(output.out), output.err
+            new.app(args=[*words, "--json"])
+        said = capfd.readouterr()
+        return int(ended.value.code or 0), json.loads(said.out), said.err
 
     return start
 
 
 @pytest.mark.slow
 def test_a_file_is_written_and_changed(photos: Path, call: Call) -> None:
-    file = photos / "pipeline.yaml"
+    file = photos / "media.yaml"  # next to the folder of media, with its name
     code, report, _ = call(photos, *YES, "--dry-run")
     assert (code, report["remaining"], file.exists(), list(odd_keys(report))) == (0, 1, False, [])
     assert report["details"]["media"] | {"items": 4, "with_a_caption_file": 4} == report["details"]["media"]
     assert report["details"]["answers"] | {"task": "style", "card_gib": 16.0} == report["details"]["answers"]
-    assert report["next_steps"][0].endswith("--dry-run --card 16")
+    assert report["next_steps"][0].endswith("--dry-run --card 16") and "5080" in report["details"]["training_time"]
     code, report, _ = call(photos, *YES)
     text, config = file.read_text(), load_config(file)
     assert (code, report["done"], report["details"]["file"]["text"]) == (0, 1, text)
     assert config.datasets[0].instance_data_dir == str(photos / "media") and config.datasets[0].resolution == 256
 
     file.write_text("# mine\n" + text.replace("steps: 500", "steps: 400"))
-    assert call(photos, *YES)[1]["skipped"] == 1
+    assert call(photos, "media", *YES)[1]["skipped"] == 1 == call(photos / "media", ".", *YES)[1]["skipped"]
     code, report, said = call(photos, "--yes", "--time", "1h", "--set", "train.seed=3")
     assert "found cuda:0: a card, 40.0 GiB" in said and "bfloat16" in said
     assert code == 0 and "+  seed: 3" in report["details"]["file"]["changes"]
@@ -72,6 +72,12 @@ def test_a_recipe_is_taken_as_it_is(photos: Path, call: Call, monkeypatch: pytes
     monkeypatch.setattr(questions, "run_probe", lambda probe: {"devices": []})
     code, report, _ = call(photos, "--yes", "--recipe", "qwen-image-lora-24gb", "--dry-run")
     assert code == 0 and report["details"]["answers"]["card_gib"] == 24.0
+
+
+@pytest.mark.parametrize(("card", "fits"), [("16", "it fits"), ("6.2", "barely"), ("5", "does not")])
+def test_whether_the_choice_fits_the_card(photos: Path, call: Call, card: str, fits: str) -> None:
+    _, report, said = call(photos, "--yes", "--card", card, "--dry-run")
+    assert fits in report["details"]["memory"] and ("--family" in said) == (card != "16")
 
 
 def test_what_is_refused(photos: Path, call: Call) -> None:
@@ -93,7 +99,7 @@ def test_what_is_refused(photos: Path, call: Call) -> None:
         code, report, _ = call(photos, "--config", "new.yaml", *words)
         assert code == 2 and name in report["error"]["message"] + report["error"]["next_step"], words
     (photos / "empty/broken.png").write_bytes(b"no picture")
-    code, report, _ = call(photos, "--config", "new.yaml", *YES, "--media", "empty")
+    code, report, _ = call(photos, "--config", "new.yaml", *YES, "empty")
     assert code == 3 and "broken.png" in report["error"]["message"]
     assert not (photos / "new.yaml").exists()
 
@@ -119,7 +125,7 @@ def test_a_file_that_appeared_or_changed_meanwhile_is_not_replaced(tmp_path: Pat
     file = tmp_path / "pipeline.yaml"
     file.write_text("theirs")
     for before in (None, "mine"):
-        with pytest.raises(configure.LatentpressError, match="has changed"):
+        with pytest.raises(new.LatentpressError, match="was changed meanwhile"):
             write_file(file, before, "new")
     assert file.read_text() == "theirs"
     write_file(file, "theirs", "new")
@@ -128,8 +134,8 @@ def test_a_file_that_appeared_or_changed_meanwhile_is_not_replaced(tmp_path: Pat
 
 @pytest.mark.long
 def test_it_asks_in_a_terminal(photos: Path) -> None:
-    """A question is repeated after an invalid answer, and the file is written after the last question."""
-    command = [sys.executable, "-c", "from stages.configure import app; app(prog_name='latentpress configure')"]
+    """Wrong answers are asked for again, and nothing is written before the last one."""
+    command = [sys.executable, "-c", "from stages.new import app; app(prog_name='latentpress new')"]
     command += ["--config", "mine.yaml"]
     environment = {"PYTHONPATH": os.fspath(Path(__file__).resolve().parents[2])}
     answers = ("nowhere", "", "paint", "character", "24", "2h")

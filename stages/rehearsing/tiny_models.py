@@ -1,13 +1,12 @@
-"""Builds random checkpoints in diffusers layout: tiny checkpoints for tests and the demo, true-size checkpoints for a
-GPU.
+"""Builds random checkpoints in diffusers layout: tiny ones for rehearsals, tests and the demo, and true-size ones.
 
 Classes, config keys and files are the same as in published checkpoints; only the numbers are small and random. So the
 whole code path runs without a download, and a true-size checkpoint has the true speed and memory. Weights depend only
 on the seed.
 
-    python examples/tiny_models.py --kind kandinsky5-image-t2i --out models/t2i
-    python examples/tiny_models.py --all --out models
-    python examples/tiny_models.py --kind kandinsky5-video-t2v --size pro --dtype bfloat16 --device cuda \\
+    python -m stages.rehearsing.tiny_models --kind kandinsky5-image-t2i --out models/t2i
+    python -m stages.rehearsing.tiny_models --all --out models
+    python -m stages.rehearsing.tiny_models --kind kandinsky5-video-t2v --size pro --dtype bfloat16 --device cuda \\
         --out models/pro
 """
 
@@ -21,11 +20,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-# Import of neighboring files, whether this file runs as a script or as a module of `examples`.
-_PACKAGE = f"{__package__}." if __package__ else ""
-_SHAPES = importlib.import_module(f"{_PACKAGE}tiny_shapes")
-SHAPES, CLASSES, KINDS = _SHAPES.SHAPES, _SHAPES.CLASSES, _SHAPES.KINDS
-TOKENIZERS = importlib.import_module(f"{_PACKAGE}tiny_tokenizers").TOKENIZERS
+from schemas.cli.starting import silence_libraries
+from stages.encoding.model_loading import disable_progress_bars
+from stages.rehearsing.tiny_shapes import CLASSES, KINDS, SHAPES
+from stages.rehearsing.tiny_tokenizers import TOKENIZERS
+
 VISION_LANGUAGE = ("qwen", "qwen49")  # text encoders that read images, too
 
 # --- models ---
@@ -271,13 +270,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", help="device that draws weights of true sizes, for example cuda")
     parser.add_argument("--only", nargs="+", metavar="COMPONENT")
     args = parser.parse_args(argv)
-    from transformers.utils import logging
-
-    from schemas.cli.starting import silence_libraries
-
     silence_libraries()
-
-    logging.disable_progress_bar()
+    disable_progress_bars()
     options = {name: getattr(args, name) for name in ("seed", "size", "dtype", "device", "only")}
     for kind in KINDS if args.all else (args.kind,):
         print(build(kind, args.out / kind if args.all else args.out, **options))
