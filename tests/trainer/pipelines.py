@@ -16,56 +16,47 @@ from diffusers.models.transformers.transformer_z_image import ZImageTransformer2
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 
-from schemas.catalog import FAMILIES
 from schemas.config.training import Adapter
-from tests.project import SETTINGS
+from schemas.family import REFERENCE_PARTS
+from tests.conformance.flavours import ROWS
 from trainer.batch import Batch, text_mask
-from trainer.families.flux2 import Flux2
+from trainer.families.base import module_of
 from trainer.families.kandinsky5 import Kandinsky5, MaskedAttnProcessor
-from trainer.families.qwen_image import QwenImage
-from trainer.families.sana import Sana
-from trainer.families.wan import Wan
-from trainer.families.z_image import ZImage
 from trainer.setup import adapters
 from trainer.setup.adapters import make_trainable
-from trainer.validation import Denoising
 
-KINDS = {
-    "kandinsky5-image-t2i": (Kandinsky5(), "t2i"),
-    "kandinsky5-image-i2i": (Kandinsky5(), "i2i"),
-    "kandinsky5-video-t2v": (Kandinsky5(), "t2v"),
-    "kandinsky5-video-i2v": (Kandinsky5(), "i2v"),
-    "sana": (Sana(), "t2i"),
-    "z-image": (ZImage(), "t2i"),
-    "qwen-image": (QwenImage(), "t2i"),
-    "qwen-image-edit": (QwenImage(), "i2i"),
-    "qwen-image-edit-plus": (QwenImage(), "i2i"),
-    "wan2.1-t2v": (Wan(), "t2v"),
-    "wan2.2-5b-i2v": (Wan(), "i2v"),
-    "flux2-klein": (Flux2(), "t2i"),
-}
+#: Row of the conformance suite -> the trainer's object of its family, and its task.
+KINDS = {name: (module_of(row.spec), row.task) for name, row in ROWS.items()}
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_batch(kind: str) -> Batch:
-    family = FAMILIES[SETTINGS[kind]["family"]]
-    channels, frames = family.latent_channels, 3 if family.video else 1
-    width = 96 if kind == "flux2-klein" else 64  # three hidden states of 32
-    text, mask = random(2, 6, width, seed=1), torch.ones(2, 6, dtype=torch.bool)
-    condition = random(2, channels, 1, 4, 4, seed=4) if kind.endswith(("i2i", "i2v")) else None
-    latents, extras = random(2, channels, frames, 4, 4, seed=2), {}
-    if kind.startswith("qwen-image-edit"):
-        extras["reference1"] = random(2, channels, 1, 4, 6, seed=5)
-    return Batch(latents, condition, text, mask, random(2, 32, seed=3), ["a", "b"], "32x32@1", extras)
+def make_batch(
+    kind: str, model: torch.nn.Module, lengths: Sequence[int] = (6, 6), side: int = 4, frames: int = 3, seed: int = 0
+) -> Batch:
+    """Random samples with texts of these lengths. model: the transformer, whose configuration has the widths."""
+    row, spec, count = ROWS[kind], ROWS[kind].spec, len(lengths)
+    widths = {name: model.config[key] for name, key in spec.text_widths.items()}
+    text, mask = pad_text([random(length, widths["embeds"], seed=seed + 100 + i) for i, length in enumerate(lengths)])
+    pooled = random(count, widths["pooled"], seed=seed + 3) if "pooled" in widths else None
+    shape = (count, spec.latent_channels, frames if spec.video else 1, side, side)
+    condition, given, extras = spec.conditions.get(row.task), None, {}
+    if condition and condition.in_row:
+        shown = spec.condition_frames(row.task) if condition.kind == "first-frame" else None
+        given = random(*shape, seed=seed + 4)[:, :, :shown]
+    elif condition:
+        for number, part in enumerate(REFERENCE_PARTS[: min(2, condition.most)]):
+            extras[part] = random(count, spec.latent_channels, 1, 4, 6 - 2 * number, seed=seed + 5 + number)
+    ids = [str(number) for number in range(count)]
+    return Batch(random(*shape, seed=seed + 2), given, text, mask, pooled, ids, "32x32@1", extras)
 
 
 def output(kind: str, model) -> torch.Tensor:
     """The velocity of a fixed batch; `model` may be a pipeline's own transformer, which takes no mask."""
     family, task = KINDS[kind]
-    batch, sigma = make_batch(kind), torch.tensor([0.3, 0.8])
+    batch, sigma = make_batch(kind, model), torch.tensor([0.3, 0.8])
     arguments = family.model_inputs(model, batch.latents_BCTHW, sigma, batch, task)
     if type(model) is stock.Kandinsky5Transformer3DModel:
         assert arguments.pop("text_mask_BL") is None
@@ -74,15 +65,8 @@ def output(kind: str, model) -> torch.Tensor:
     return torch.stack(made) if isinstance(made, list) else made
 
 
-def denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps: int, guidance: float) -> torch.Tensor:
-    """The latents that one model makes of noise."""
-    denoising = Denoising(model, family, task, batch, negative, noise_BCTHW, scheduler, steps)
-    denoising.take_steps(model, guidance)
-    return denoising.finish()
-
-
 def pipeline_class(kind: str):
-    return getattr(diffusers, FAMILIES[SETTINGS[kind]["family"]].pipelines[KINDS[kind][1]])
+    return getattr(diffusers, ROWS[kind].spec.pipelines[ROWS[kind].task])
 
 
 def pipeline(kind: str, folder: Path):
@@ -99,10 +83,10 @@ def absent_parts(wanted: type) -> dict[str, None]:
     return dict.fromkeys(required - {"transformer"})
 
 
-def trained(kind: str, folder: Path, moved: float = 0.1, **options):
+def trained(kind: str, folder: Path, moved: float = 0.1, part: str = "transformer", **options):
     """A model with an adapter, a LoRA of rank 4 by default, that has moved away from its start."""
     family, _ = KINDS[kind]
-    model = family.load(str(folder))
+    model = family.load(str(folder), part=part)
     torch.manual_seed(0)
     make_trainable(model, family, Adapter(**{"rank": 4, **options}))
     for i, (name, parameter) in enumerate(adapters.trainable_parameters(model).items()):

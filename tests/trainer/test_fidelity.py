@@ -1,34 +1,26 @@
-"""What training computes and shows, against the definition of its loss and the pipelines that use its result."""
+"""What training computes, against the definition of its loss. The conformance suite compares samples with the
+pipelines."""
 
-import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.trainset import TrainSet
-from schemas.geometry import Bucket
-from tests.trainer.pipelines import absent_parts
 from tests.trainer.runs import opened, plain_batch, plan_batches, train
 from trainer.batch import Batch
 from trainer.data import BatchLoader
-from trainer.families import kandinsky5
 from trainer.families.base import module_of
 from trainer.families.kandinsky5 import Kandinsky5
 from trainer.noise import seeded_noise
 from trainer.run import metrics
-from trainer.validation import SHIFT_KEYS
 
 pytestmark = pytest.mark.slow
 
-#: An adapter that is loaded by a pipeline, given frames, full rank. tests/trainer/families/ compares each family's
-#: predictions and denoising.
+#: An adapter, given frames, full rank.
 KINDS = ["t2i", "i2v", "sana"]
 ADAPTERS = {"sana": {"type": "full"}}
 
@@ -102,87 +94,3 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
         assert found == pytest.approx(sum(losses) / 2, rel=1e-5)
     means = {bucket: sum(losses) / len(losses) for bucket, losses in by_bucket.items()}
     assert len(means) == 2 and first["eval_by_bucket"] == pytest.approx(means, rel=1e-5)
-
-
-def pipeline(config, transformer):
-    """The flavour's pipeline around a transformer and the checkpoint's scheduler at validation.shift."""
-    folder, wanted = Path(config.model.path), getattr(diffusers, config.model.family_spec.pipelines[config.model.task])
-    name = json.loads((folder / "scheduler/scheduler_config.json").read_text())["_class_name"]
-    scheduler_class = getattr(diffusers, name)
-    settings = scheduler_class.load_config(folder / "scheduler")
-    key = next(key for key in SHIFT_KEYS if key in scheduler_class.from_config(settings).config)
-    scheduler = scheduler_class.from_config(settings, **{key: config.validation.shift})
-    pipe = wanted(**absent_parts(wanted) | {"transformer": transformer, "scheduler": scheduler})
-    pipe.resolutions = [(64, 64), (96, 64)]  # the image pipelines' list of sizes, each too large here
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, steps: int, size: Bucket) -> torch.Tensor:
-    """latents_BCTHW of the pipeline's own denoising loop, from the same noise and condition."""
-    texts, task = {}, config.model.task
-    for prefix, part in (("", batch), ("negative_", negative)):
-        rows = part.text_BLD.shape[1]
-        if config.model.family == "sana":
-            texts[f"{prefix}prompt_embeds"] = torch.nn.functional.pad(part.text_BLD, (0, 0, 0, 12 - rows))
-            texts[f"{prefix}prompt_attention_mask"] = (torch.arange(12)[None] < rows).long()
-            continue
-        texts |= {f"{prefix}prompt_embeds_qwen": part.text_BLD, f"{prefix}prompt_embeds_clip": part.pooled_BD}
-        texts |= {f"{prefix}prompt_cu_seqlens": torch.tensor([0, rows], dtype=torch.int32)}
-    options = {"num_frames": 4 * noise.shape[2] - 3} if config.model.family_spec.video else {}
-    if config.model.family == "sana":
-        options |= {"latents": noise[:, :, 0], "negative_prompt": None, "use_resolution_binning": False}
-    else:
-        start = kandinsky5.visual_input(noise, batch.condition_BCTHW, task, pipe.transformer.visual_cond)
-        pipe.prepare_latents = lambda *_, **__: start
-        options |= {"image": Image.new("RGB", (size.width, size.height))} if task == "i2v" else {}
-    found = pipe(
-        **texts,
-        **options,
-        height=size.height,
-        width=size.width,
-        num_inference_steps=steps,
-        output_type="latent",
-        return_dict=False,
-        **{config.model.family_spec.guidance_argument: config.validation.guidance},
-    )[0]
-    return found[:, :, None] if found.ndim == 4 else found.movedim(-1, 1)
-
-
-LOOK = {"every": 2, "steps": [3, 2], "guidance": 2.5, "shift": 2.0, "seed": 7}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_validation_latents_are_the_pipelines_with_what_was_saved(
-    make_config, make_set, made, kind, record_property
-) -> None:
-    """After training: result loaded by the pipeline's own loader, its own denoising, cached prompts, same noise."""
-    config = make_config(kind, validation=LOOK, steps=2, adapter=ADAPTERS.get(kind, {"rank": 4, "alpha": 6.0}))
-    items, null, (shown,) = made.mixed_items(config)
-    frames = "@17" if config.model.family_spec.video else "@1"  # of fewer frames the i2v pipeline makes no numbers
-    wide = items[2].latent[:, :1] if kind == "i2v" else None
-    prompts = [replace(shown, bucket=f"64x64{frames}"), replace(shown, bucket=f"96x64{frames}", condition=wide)]
-    make_set(config, items, null, prompts)
-    data, _ = trained(config)
-    run, largest = config.run_folder, 0.0
-    pipe = pipeline(config, stock_transformer(config))
-    if kind == "sana":
-        pipe.transformer = type(pipe.transformer).from_pretrained(run / "model" / "transformer")
-    else:
-        pipe.load_lora_weights(run / "adapter")
-    assert len(list((run / "validation" / "step-000002").iterdir())) == 4
-    for prompt, steps in itertools.product(data.validation, (3, 2)):
-        size = Bucket.parse(prompt.bucket)
-        name = f"one_{prompt.bucket.removesuffix('@1').replace('@', 'x')}_{steps}steps.safetensors"
-        latent = load_file(run / "validation" / "step-000002" / name)["latent"]
-        noise = seeded_noise(["7/one"], "validation", latent.shape)
-        sample = data.sample(0)
-        given = sample.tensors | ({} if prompt.condition is None else {"condition": prompt.condition})
-        batch, negative = (
-            plain_batch([type(sample)("one", given, text)], prompt.bucket) for text in (prompt.text, prompt.negative)
-        )
-        wanted = sampled(config, pipe, batch, negative, noise, steps, size)[0]
-        assert (load_file(run / "validation" / "step-000000" / name)["latent"] - latent).abs().max() > 1e-3
-        largest = max(largest, (latent - wanted).abs().max().item())
-    record_property("largest difference", largest)
-    assert largest <= 2e-5

@@ -29,7 +29,7 @@ def configured(folder: Path, kind: str, **sections: Any) -> Config:
 
 def small_files(tiny: Tiny, kind: str, folder: Path) -> Path:
     """A copy of a tiny checkpoint without its weights."""
-    whole, ignored = tiny(CHECKPOINTS.get(kind, kind)), shutil.ignore_patterns("*.safetensors", "tokenizer.json")
+    whole, ignored = tiny(CHECKPOINTS[kind]), shutil.ignore_patterns("*.safetensors", "tokenizer.json")
     return shutil.copytree(whole, folder, ignore=ignored)
 
 

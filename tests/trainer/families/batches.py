@@ -37,14 +37,3 @@ def by_batch_and_alone(family, model, batch: Batch, task="t2i", least=1e-6) -> t
     pairs = ((grads[name], p.grad) for name, p in model.named_parameters() if name in grads)
     largest = max(((found - grad).norm() / grad.norm().clamp(min=least)).item() for found, grad in pairs)
     return together.detach(), single.detach(), largest
-
-
-def check_batch_mates(family, model, batch: Batch, record, task="t2i", least=1e-3, loss=1e-5, gradient=1e-4) -> None:
-    """A sample's loss and gradients do not depend on the others of its batch. loss, gradient: the largest differences.
-    record: of a property of the test."""
-    together, single, gradients = by_batch_and_alone(family, model, batch, task, least)
-    losses = (together - single).abs().max().item()
-    record(f"loss, {batch.lengths}", losses)
-    record(f"gradients, {batch.lengths}", gradients)
-    assert losses <= loss
-    assert gradients <= gradient

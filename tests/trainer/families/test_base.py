@@ -1,22 +1,14 @@
 """The classes of families: nothing is missing, and blocks are called as their methods say."""
 
-import re
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cache.order.schedule import BatchSchedule
 from schemas.catalog import FAMILIES
-from schemas.geometry import Bucket
-from tests.forms import long
-from tests.trainer.conftest import KINDS
-from tests.trainer.runs import opened, prepared
-from trainer.data import BatchLoader
 from trainer.families.base import BlockTokens, KeptTokens, change_arguments, module_of
 from trainer.methods.tread import begin, end
-from trainer.train import train_step
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -24,65 +16,6 @@ def test_each_family_has_one_class_that_lacks_nothing(name: str) -> None:
     """An abstract method that a class does not define raises when an object is made."""
     family = module_of(FAMILIES[name])
     assert module_of(FAMILIES[name]) is family and family.LORA_TARGETS and family.QUANTIZED and family.TRANSFORMER
-
-
-# whose last block has the text or references beside the visual tokens
-JOINT = ("z-image", "flux2-klein", "klein-i2i", "edit-i2i", "edit-plus-i2i")
-REPEATED = re.compile(r"(^|_)(blocks|refiner|layers)\.\d+\.")
-
-
-def note(called, number, block, inputs, named) -> None:
-    """Its number, and the shape of what the block gets as visual tokens; a block of texts has them first, too."""
-    called.append((number, next(iter((*inputs, *named.values()))).shape))
-
-
-#: Tasks of one transformer's class are alike: one of each in the short form, and those with references.
-ALIKE = ("i2i", "t2v", "i2v", "wan-i2v", "wan-a14b", "wan-a14b-i2v", "edit-i2i")
-EACH = [long(kind) if kind in ALIKE else kind for kind in KINDS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", EACH)
-def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(ready, kind) -> None:
-    config = ready(kind)
-    data = opened(config)
-    [part] = BatchLoader(data, BatchSchedule(data.spans, 0, 2, 2), 0.0).step(0).micro_batches
-    family, called = module_of(config.model.family_spec), []
-    model = family.load(config.model.source).eval()
-    blocks = family.blocks(model)
-    for number, block in enumerate(blocks):
-        block.register_forward_pre_hook(partial(note, called, number), with_kwargs=True)
-    with torch.no_grad():
-        family.predict(model, part.batch.latents_BCTHW, torch.full((2,), 0.5), part.batch, config.model.task)
-    assert [number for number, _ in called] == [*range(len(blocks))]
-    grid = family.token_grid(model, part.batch)
-    tokens = called[-1][1][:-1].numel()
-    assert tokens > 2 * grid.tokens if kind in JOINT else tokens == 2 * grid.tokens
-    size, edge = Bucket.parse(part.batch.bucket), config.model.family_spec.side_multiple
-    assert (grid.rows, grid.columns) == (size.height // edge, size.width // edge), "side_multiple is a token's edge"
-    length = part.batch.text_BLD.shape[1] if not kind.startswith("wan") else 512  # what texts are padded to
-    assert grid.frames == part.batch.latents_BCTHW.shape[2] and grid.text_length == length
-    visual = family.visual_blocks(model)
-    assert [block for block in blocks if block in visual] == visual and called[-1][1][-1] == family.hidden_size(model)
-    listed = {id(weight) for block in blocks for weight in block.parameters()}
-    repeated = {id(weight) for name, weight in model.named_parameters() if REPEATED.search(name)}
-    assert listed == repeated
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", [{"rank": 2}, long({"type": "full"})], ids=["lora", "full"])
-@pytest.mark.parametrize("kind", EACH)
-def test_every_trained_weight_gets_a_gradient(ready, kind, adapter) -> None:
-    """DistributedDataParallel waits for each. In full rank all are trained but those that the family names."""
-    run, without = prepared(ready(kind, adapter=adapter, batch_size=2)), []
-    run.optimizer.step = lambda: without.extend(name for name, weight in run.trainable.items() if weight.grad is None)
-    train_step(run, run.loader.step(0))
-    assert run.trainable and without == []
-    left_out = {id(weight) for part in run.family.without_gradient(run.model) for weight in part.parameters()}
-    trained = {id(weight) for weight in run.trainable.values()}
-    assert not left_out & trained
-    if adapter.get("type") == "full":
-        assert left_out | trained == {id(weight) for weight in run.model.parameters()}
 
 
 # --- where blocks have their visual tokens ---

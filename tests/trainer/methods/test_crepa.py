@@ -28,8 +28,8 @@ WIDTH = 12  # of the features
 
 def with_features(made, config, coarse: int = 1, masks: bool = False) -> tuple:
     """Items of random features: on the grid of tokens, or with `coarse` times fewer columns and rows."""
-    items, null, prompts = made.mixed_items(config, 8)
-    rng, patch = np.random.default_rng(1), 1 if config.model.family in ("sana", "flux2-klein") else 2
+    (items, null, prompts), spec = made.mixed_items(config, 8), config.model.family_spec
+    rng, patch = np.random.default_rng(1), spec.side_multiple // spec.spatial_stride
     for item in items:
         item.regularization = config.train.methods.regularization is not None
         _, frames, rows, columns = item.latent.shape

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from examples.tiny_models import build, make_model
-from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
 from tests.forms import long
-from tests.trainer.conftest import KINDS
+from tests.trainer.conftest import KINDS, row_of
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand
 from tests.trainer.runs import LOADS, prepared
 from trainer import train as loop
@@ -33,11 +32,11 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def get(kind: str) -> Path:
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp(kind)
-            _, _, name = KINDS["t2v" if kind == "nabla" else kind]
+            name = KINDS.get("t2v" if kind == "nabla" else kind, kind)
             build(name, made[kind], only=["transformer", "scheduler"])
             shutil.rmtree(made[kind] / "transformer")
             part = {"t2i": "image", "i2i": "image", "sana": "sana"}.get(kind, "video")
-            more: dict[str, Any] = {FAMILIES[KINDS["t2v" if kind == "nabla" else kind][0]].layers[0]: LAYERS}
+            more: dict[str, Any] = {row_of("t2v" if kind == "nabla" else kind).spec.layers[0]: LAYERS}
             more |= {"visual_cond": True} if kind == "i2i" else NABLA if kind == "nabla" else {}
             make_model(part, overrides=more).save_pretrained(made[kind] / "transformer")
         return made[kind]

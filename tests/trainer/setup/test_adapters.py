@@ -1,19 +1,14 @@
-"""What training saves loads with the pipelines' own loaders and gives the output that training had."""
+"""What is trained, and the files of it, in which the conformance suite has no part."""
 
 import json
-from itertools import cycle
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from schemas.config.training import Adapter
-from tests.forms import first
-from tests.project import SETTINGS
 from tests.trainer.pipelines import (
     KINDS,
-    apply_as_comfyui,
-    exact_output,
     output,
     pipeline,
     pipeline_class,
@@ -26,50 +21,6 @@ from trainer.setup import adapters, export
 from trainer.setup.adapters import make_trainable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-BY_MODULE = {"rank_pattern": {r".*(to_q|to_query)": 6}, "alpha_pattern": {r".*\.0\..*": 3.0}}
-VARIANTS = {
-    "plain": {},
-    "alpha": {"alpha": 2.5},
-    "dropout": {"rank": 3, "alpha": 6, "dropout": 0.5},
-    "rslora": {"rank": 9, "rslora": True},
-    "by module": {"rank": 4, **BY_MODULE},
-    "dora": {"dora": True, "rslora": True, **BY_MODULE},
-    "gaussian": {"init_weights": "gaussian"},
-    "orthogonal": {"init_weights": "orthogonal", "dora": True},
-    "pissa": {"init_weights": "pissa", "alpha": 2.5},
-    "pissa, rslora, by module": {"init_weights": "pissa", "rslora": True, **BY_MODULE},
-    "olora": {"init_weights": "olora", "dropout": 0.5, **BY_MODULE},
-}
-LINEAR_TARGETS = (
-    r".*(blocks|layers)\.\d+\.(attn[12]?|attention|self_attention|cross_attention)\."
-    r"(to_.|to_out\.0|to_query|to_key|out_layer)"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "variant"), first(6, [*zip(KINDS, cycle(VARIANTS))]))
-def test_every_variant_of_lora_is_the_same_in_the_pipeline_and_in_comfyui(tiny, tmp_path, kind, variant):
-    """It starts at the base; then the pipeline loads diffusers' file, and ComfyUI's rule adds the other to the weights.
-    Of each kind of checkpoint one variant."""
-    options, family = VARIANTS[variant], SETTINGS[kind]["family"]
-    if options.get("init_weights", "default") not in ("default", "gaussian"):
-        options = {**options, "targets": [LINEAR_TARGETS]}
-    pipe = pipeline(kind, tiny(kind))
-    base = KINDS[kind][0].load(str(tiny(kind)))
-    start = trained(kind, tiny(kind), moved=0.0, **options)
-    # A product that is taken from the base weights leaves differences of 1e-7.
-    torch.testing.assert_close(exact_output(kind, start), exact_output(kind, base), rtol=0, atol=1e-5)
-    model = trained(kind, tiny(kind), **options)
-    export.save_lora(model, tmp_path, family)
-    pipe.load_lora_weights(tmp_path)
-    ours, theirs = (exact_output(kind, each) for each in (model, pipe.transformer))
-    assert (ours - exact_output(kind, base)).abs().max() > 1e-2
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-6)
-    if not options.get("dora"):
-        apply_as_comfyui(base, export.save_lora(model, tmp_path, family, formats=["comfyui"]))
-        torch.testing.assert_close(exact_output(kind, base), ours, rtol=0, atol=1e-5)
 
 
 def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):

@@ -57,7 +57,7 @@ def step(kind: str, model) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss, prediction and the adapter's gradient of a fixed batch."""
     family, task = KINDS[kind]
     device = next(model.parameters()).device
-    batch, sigma_B = make_batch(kind).to(device, torch.float32), torch.tensor([0.3, 0.8], device=device)
+    batch, sigma_B = make_batch(kind, model).to(device, torch.float32), torch.tensor([0.3, 0.8], device=device)
     predicted = family.predict(model, batch.latents_BCTHW, sigma_B, batch, task).float()
     loss = (predicted - batch.latents_BCTHW).square().mean()
     loss.backward()
@@ -168,7 +168,8 @@ def test_a_validation_takes_no_gradient_from_nf4(wide, monkeypatch, packing):
     model = adapted(kind, wide(kind), "nf4-bnb", torch.float32).eval()
     family, task = KINDS[kind]
     with torch.no_grad():
-        family.predict(model, make_batch(kind).latents_BCTHW, torch.tensor([0.3, 0.8]), make_batch(kind), task)
+        batch = make_batch(kind, model)
+        family.predict(model, batch.latents_BCTHW, torch.tensor([0.3, 0.8]), batch, task)
     assert errors(step(kind, model.train()), wanted) == pytest.approx([0, 0, 0], abs=1e-6)
 
 
