@@ -232,7 +232,7 @@ ROWS = {
     ),
     "qwen-image-edit": _edit("qwen-image-edit", "qwen-image-edit", is_long=True),
     "qwen-image-edit-plus": _edit("qwen-image-edit-plus", "qwen-image-edit-2511"),
-    "wan2.1-t2v": _wan("wan2.1", "t2v-1.3b"),
+    "wan2.1-t2v": _wan("wan2.1", "t2v-1.3b", is_long=True),
     "wan2.2-5b-t2v": _wan("wan2.2-5b", "t2v-5b", is_long=True),
     "wan2.2-5b-i2v": _wan("wan2.2-5b", "i2v-5b"),
     "wan2.2-a14b-t2v": _wan("wan2.2-a14b", "t2v-a14b", refused=_LOW_EXPERT, is_long=True),
