@@ -19,14 +19,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from schemas.catalog import FAMILIES, get_flavour
 from stages.encoding import stage
 from stages.engines import sandbox
 from tests.fork_server import ForkServer
 from tests.forms import long
 from tests.model_hub import models  # noqa: F401 (fixture)
 from tests.processes import ForkedProgram
-from tests.project import CHECKPOINTS, SETTINGS, Project
+from tests.project import CHECKPOINTS, Project, make_project
 from tests.s3_server import s3, s3_server  # noqa: F401 (fixtures)
 from tests.wheels import wheel  # noqa: F401 (fixture)
 
@@ -222,23 +221,7 @@ def project(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[..., Projec
 
     def make(kind: str = "kandinsky5-image-t2i", **settings: Any) -> Project:
         folder = tmp_path / f"project{len(list(tmp_path.iterdir()))}"
-        (folder / "media").mkdir(parents=True)
-        video = FAMILIES[SETTINGS[kind]["family"]].video
-        dataset: dict[str, Any] = {"id": "photos", "instance_data_dir": "media", "resolution": 64}
-        dataset |= {"bucket_step": 1, "allow_upscale": True}  # several buckets of few pictures
-        if video:
-            dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "frame_rate": 12.0}}
-        base: dict[str, Any] = {
-            "root": "work",
-            "output": "output",
-            "cache": {"unit_mib": 0.02},
-            "model": {**SETTINGS[kind], "path": str(tiny(CHECKPOINTS.get(kind, kind))), "precision": "float32"},
-            "datasets": [dataset],
-            "stages": {"encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
-        }
-        if get_flavour(**SETTINGS[kind]).experts:
-            settings["train"] = {"experts": "high"} | settings.get("train", {})
-        return Project(folder, json.loads(json.dumps(base | settings)))
+        return make_project(folder, kind, tiny(CHECKPOINTS[kind]), **settings)
 
     return make
 

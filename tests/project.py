@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from schemas.catalog import get_flavour
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.options import NOT_PARTITIONED, parse_partition
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
+from tests.conformance.flavours import ROWS
 from tests.reports import odd_keys
 
 
@@ -90,23 +92,26 @@ class Project:
         return {Path(row["path"] or row["item"]).name: row["reason"] for row in report.rejects}
 
 
-SETTINGS = {
-    "flux2-klein": {"family": "flux2-klein", "flavour": "klein-base-4b"},
-    "flux2-klein-i2i": {"family": "flux2-klein", "flavour": "klein-base-4b-i2i"},
-    "kandinsky5-image-t2i": {"family": "kandinsky5-image", "flavour": "t2i-lite-sft"},
-    "kandinsky5-image-i2i": {"family": "kandinsky5-image", "flavour": "i2i-lite-sft"},
-    "kandinsky5-video-t2v": {"family": "kandinsky5-video", "flavour": "t2v-lite-sft-5s"},
-    "kandinsky5-video-i2v": {"family": "kandinsky5-video", "flavour": "i2v-lite-5s"},
-    "qwen-image": {"family": "qwen-image", "flavour": "qwen-image"},
-    "qwen-image-edit": {"family": "qwen-image-edit", "flavour": "qwen-image-edit"},
-    "qwen-image-edit-plus": {"family": "qwen-image-edit-plus", "flavour": "qwen-image-edit-2511"},
-    "sana": {"family": "sana", "flavour": "sana-1.6b-1024px"},
-    "z-image": {"family": "z-image", "flavour": "z-image"},
-    "wan2.1-t2v": {"family": "wan2.1", "flavour": "t2v-1.3b"},
-    "wan2.2-5b-t2v": {"family": "wan2.2-5b", "flavour": "t2v-5b"},
-    "wan2.2-5b-i2v": {"family": "wan2.2-5b", "flavour": "i2v-5b"},
-    "wan2.2-a14b-t2v": {"family": "wan2.2-a14b", "flavour": "t2v-a14b"},
-    "wan2.2-a14b-i2v": {"family": "wan2.2-a14b", "flavour": "i2v-a14b"},
-}
-#: Kind -> that of its tiny checkpoint, where it is another's.
-CHECKPOINTS = {"flux2-klein-i2i": "flux2-klein"}
+#: Name of a row of the conformance suite -> model.family and model.flavour, and its kind of tiny checkpoint.
+SETTINGS = {name: {"family": row.family, "flavour": row.flavour} for name, row in ROWS.items()}
+CHECKPOINTS = {name: row.checkpoint or name for name, row in ROWS.items()}
+
+
+def make_project(folder: Path, name: str, checkpoint: Path, **settings: Any) -> Project:
+    """A project in the empty folder with one dataset "photos" and no media yet. name: row of the conformance suite."""
+    (folder / "media").mkdir(parents=True)
+    dataset: dict[str, Any] = {"id": "photos", "instance_data_dir": "media", "resolution": 64}
+    dataset |= {"bucket_step": 1, "allow_upscale": True}  # several buckets of few pictures
+    if ROWS[name].spec.video:
+        dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "frame_rate": 12.0}}
+    base: dict[str, Any] = {
+        "root": "work",
+        "output": "output",
+        "cache": {"unit_mib": 0.02},
+        "model": {**SETTINGS[name], "path": str(checkpoint), "precision": "float32"},
+        "datasets": [dataset],
+        "stages": {"encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
+    }
+    if get_flavour(**SETTINGS[name]).experts:
+        settings["train"] = {"experts": "high"} | settings.get("train", {})
+    return Project(folder, json.loads(json.dumps(base | settings)))

@@ -56,7 +56,7 @@ def small(settings: dict[str, Any], tiny: Callable[[str], Path]) -> dict[str, An
         if known["family"] == model["family"] and get_flavour(**known).task == task
     )
     is_video = bool(FAMILIES[model["family"]].video)
-    model |= {"path": str(tiny(CHECKPOINTS.get(kind, kind)))}
+    model |= {"path": str(tiny(CHECKPOINTS[kind]))}
     model |= {} if train.get("weight_precision") else {"precision": "float32"}
     settings |= {"root": "./work", "output": "./output"}
     settings["cache"] = {**settings.get("cache", {}), "unit_mib": 0.02}

@@ -206,9 +206,8 @@ class Interview:
 
     def ask(self) -> tuple[Answers, Listing]:
         if self.recipe is not None and self.recipe not in (valid_names := choice.list_recipes()):
-            raise NoAnswer(
-                f"--recipe: {self.recipe!r} is not a recipe{suggest(self.recipe, valid_names)}; valid: {', '.join(valid_names)}"
-            )
+            hint = suggest(self.recipe, valid_names)
+            raise NoAnswer(f"--recipe: {self.recipe!r} is not a recipe{hint}; valid: {', '.join(valid_names)}")
         if self.recipe is not None and self.family is not None:
             raise NoAnswer(
                 "--recipe and --family can't be combined, because a recipe has a family", "Leave one of them out."

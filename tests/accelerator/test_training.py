@@ -111,30 +111,30 @@ def test_optimizers_on_the_device_are_those_of_the_cpu(make, kind, name) -> None
     check_equal(device, host)
 
 
-def samples(made, config):
+def samples(helpers, config):
     """Four, with a mask and vision features each, one of which is no regularization data."""
     rng, items = np.random.default_rng(0), []
     for number in range(4):
-        x0 = made.latent(rng, config, "256x256@5")
-        item = made.Item("256x256@5", x0, [made.caption(rng, 3 + number)], x0[:, :1])
+        x0 = helpers.latent(rng, config, "256x256@5")
+        item = helpers.Item("256x256@5", x0, [helpers.caption(rng, 3 + number)], x0[:, :1])
         item.mask = rng.uniform(0.1, 1, x0.shape[1:]).astype(np.float32)
         row, column = 16 * (number // 2), 16 * (number % 2)
         item.mask[1, row : row + 16, column : column + 16] = 0
         item.vision = rng.normal(size=(2, 8, 8, 8)).astype(np.float32)
         item.regularization = number != 3
         items.append(item)
-    return items, made.caption(rng, 2), []
+    return items, helpers.caption(rng, 2), []
 
 
 @pytest.mark.long
-def test_nabla_on_the_device_is_that_of_the_cpu(make_config, make_set, made, tmp_path) -> None:
+def test_nabla_on_the_device_is_that_of_the_cpu(make_config, make_set, helpers, tmp_path) -> None:
     def get(device: str) -> Config:
         config = make_config("i2v", name=device, device=device, steps=1, adapter={"rank": 2}, **PLAIN)
         folder = shutil.copytree(config.model.path, tmp_path / device / "checkpoint")
         shape = json.loads((folder / "transformer/config.json").read_text()) | NABLA
         (folder / "transformer/config.json").write_text(json.dumps(shape))
         config = moved(config, folder)
-        make_set(config, *samples(made, config))
+        make_set(config, *samples(helpers, config))
         return config
 
     host, device = train_on_both(get)
@@ -143,7 +143,7 @@ def test_nabla_on_the_device_is_that_of_the_cpu(make_config, make_set, made, tmp
 
 @pytest.mark.long
 @pytest.mark.parametrize("names", ["all", *map(long, METHODS)])
-def test_methods_on_the_device_are_those_of_the_cpu(make_config, make_set, made, names) -> None:
+def test_methods_on_the_device_are_those_of_the_cpu(make_config, make_set, helpers, names) -> None:
     def get(device: str) -> Config:
         settings = {
             "batch_size": 2,
@@ -160,7 +160,7 @@ def test_methods_on_the_device_are_those_of_the_cpu(make_config, make_set, made,
             methods=METHODS if names == "all" else {names: METHODS[names]},
             **settings,
         )
-        make_set(config, *samples(made, config))
+        make_set(config, *samples(helpers, config))
         return config
 
     host, device = train_on_both(get)

@@ -1,4 +1,4 @@
-"""The pipelines' own transformers, compared with trained transformers on one fixed batch."""
+"""The pipelines' own transformers beside trained ones, on one fixed batch."""
 
 import inspect
 import json
@@ -16,56 +16,47 @@ from diffusers.models.transformers.transformer_z_image import ZImageTransformer2
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 
-from schemas.catalog import FAMILIES
 from schemas.config.training import Adapter
-from tests.project import SETTINGS
+from schemas.family import REFERENCE_PARTS
+from tests.conformance.flavours import ROWS
 from trainer.batch import Batch, text_mask
-from trainer.families.flux2 import Flux2
+from trainer.families.base import module_of
 from trainer.families.kandinsky5 import Kandinsky5, MaskedAttnProcessor
-from trainer.families.qwen_image import QwenImage
-from trainer.families.sana import Sana
-from trainer.families.wan import Wan
-from trainer.families.z_image import ZImage
 from trainer.setup import adapters
 from trainer.setup.adapters import make_trainable
-from trainer.validation import Denoising
 
-KINDS = {
-    "kandinsky5-image-t2i": (Kandinsky5(), "t2i"),
-    "kandinsky5-image-i2i": (Kandinsky5(), "i2i"),
-    "kandinsky5-video-t2v": (Kandinsky5(), "t2v"),
-    "kandinsky5-video-i2v": (Kandinsky5(), "i2v"),
-    "sana": (Sana(), "t2i"),
-    "z-image": (ZImage(), "t2i"),
-    "qwen-image": (QwenImage(), "t2i"),
-    "qwen-image-edit": (QwenImage(), "i2i"),
-    "qwen-image-edit-plus": (QwenImage(), "i2i"),
-    "wan2.1-t2v": (Wan(), "t2v"),
-    "wan2.2-5b-i2v": (Wan(), "i2v"),
-    "flux2-klein": (Flux2(), "t2i"),
-}
+#: Row of the conformance suite -> the trainer's object of its family, and its task.
+KINDS = {name: (module_of(row.spec), row.task) for name, row in ROWS.items()}
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_batch(kind: str) -> Batch:
-    family = FAMILIES[SETTINGS[kind]["family"]]
-    channels, frames = family.latent_channels, 3 if family.video else 1
-    width = 96 if kind == "flux2-klein" else 64  # three hidden states of 32
-    text, mask = random(2, 6, width, seed=1), torch.ones(2, 6, dtype=torch.bool)
-    condition = random(2, channels, 1, 4, 4, seed=4) if kind.endswith(("i2i", "i2v")) else None
-    latents, extras = random(2, channels, frames, 4, 4, seed=2), {}
-    if kind.startswith("qwen-image-edit"):
-        extras["reference1"] = random(2, channels, 1, 4, 6, seed=5)
-    return Batch(latents, condition, text, mask, random(2, 32, seed=3), ["a", "b"], "32x32@1", extras)
+def make_batch(
+    kind: str, model: torch.nn.Module, lengths: Sequence[int] = (6, 6), side: int = 4, frames: int = 3, seed: int = 0
+) -> Batch:
+    """Random samples with texts of these lengths. model: the transformer, whose configuration has the widths."""
+    row, spec, count = ROWS[kind], ROWS[kind].spec, len(lengths)
+    widths = {name: model.config[key] for name, key in spec.text_widths.items()}
+    text, mask = pad_text([random(length, widths["embeds"], seed=seed + 100 + i) for i, length in enumerate(lengths)])
+    pooled = random(count, widths["pooled"], seed=seed + 3) if "pooled" in widths else None
+    shape = (count, spec.latent_channels, frames if spec.video else 1, side, side)
+    condition, given, extras = spec.conditions.get(row.task), None, {}
+    if condition and condition.in_row:
+        shown = spec.condition_frames(row.task) if condition.kind == "first-frame" else None
+        given = random(*shape, seed=seed + 4)[:, :, :shown]
+    elif condition:
+        for number, part in enumerate(REFERENCE_PARTS[: min(2, condition.most)]):
+            extras[part] = random(count, spec.latent_channels, 1, 4, 6 - 2 * number, seed=seed + 5 + number)
+    ids = [str(number) for number in range(count)]
+    return Batch(random(*shape, seed=seed + 2), given, text, mask, pooled, ids, "32x32@1", extras)
 
 
 def output(kind: str, model) -> torch.Tensor:
-    """The velocity of a fixed batch; `model` may be a pipeline's own transformer, which has no mask."""
+    """The velocity of a fixed batch; `model` may be a pipeline's own transformer, which takes no mask."""
     family, task = KINDS[kind]
-    batch, sigma = make_batch(kind), torch.tensor([0.3, 0.8])
+    batch, sigma = make_batch(kind, model), torch.tensor([0.3, 0.8])
     arguments = family.model_inputs(model, batch.latents_BCTHW, sigma, batch, task)
     if type(model) is stock.Kandinsky5Transformer3DModel:
         assert arguments.pop("text_mask_BL") is None
@@ -74,15 +65,8 @@ def output(kind: str, model) -> torch.Tensor:
     return torch.stack(made) if isinstance(made, list) else made
 
 
-def denoise(model, family, task, batch, negative, noise_BCTHW, scheduler, steps: int, guidance: float) -> torch.Tensor:
-    """The latents that a model makes from noise."""
-    denoising = Denoising(model, family, task, batch, negative, noise_BCTHW, scheduler, steps)
-    denoising.take_steps(model, guidance)
-    return denoising.finish()
-
-
 def pipeline_class(kind: str):
-    return getattr(diffusers, FAMILIES[SETTINGS[kind]["family"]].pipelines[KINDS[kind][1]])
+    return getattr(diffusers, ROWS[kind].spec.pipelines[ROWS[kind].task])
 
 
 def pipeline(kind: str, folder: Path):
@@ -92,17 +76,17 @@ def pipeline(kind: str, folder: Path):
     return pipeline_class(kind)(transformer=transformer, **absent_parts(pipeline_class(kind)))
 
 
-def absent_parts(pipeline_class: type) -> dict[str, None]:
-    """None for every component that a pipeline class requires, except for the transformer."""
-    parameters = inspect.signature(pipeline_class).parameters.values()
+def absent_parts(wanted: type) -> dict[str, None]:
+    """None for every component that a pipeline class must be given, but for the transformer."""
+    parameters = inspect.signature(wanted).parameters.values()
     required = {parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty}
     return dict.fromkeys(required - {"transformer"})
 
 
-def trained(kind: str, folder: Path, moved: float = 0.1, **options):
-    """A model with an adapter, by default a LoRA of rank 4, with changed weights."""
+def trained(kind: str, folder: Path, moved: float = 0.1, part: str = "transformer", **options):
+    """A model with an adapter, a LoRA of rank 4 by default, that has moved away from its start."""
     family, _ = KINDS[kind]
-    model = family.load(str(folder))
+    model = family.load(str(folder), part=part)
     torch.manual_seed(0)
     make_trainable(model, family, Adapter(**{"rank": 4, **options}))
     for i, (name, parameter) in enumerate(adapters.trainable_parameters(model).items()):
@@ -112,22 +96,21 @@ def trained(kind: str, folder: Path, moved: float = 0.1, **options):
 
 
 def exact_output(kind: str, model: torch.nn.Module) -> torch.Tensor:
-    """The output without the stock rounding of rotary embeddings to bfloat16, which turns differences of 1e-7 into
-    1e-4."""
+    """Without the stock rounding of rotary embeddings to bfloat16, which turns differences of 1e-7 into 1e-4."""
     for module in model.modules() if isinstance(KINDS[kind][0], Kandinsky5) else ():
         if hasattr(module, "set_processor"):
-            module.set_processor(MaskedAttnProcessor(None, float32_rotary=True))  # no text has padding
+            module.set_processor(MaskedAttnProcessor(None, float32_rotary=True))  # no text is padded here
     return output(kind, model)
 
 
 def comfyui_names(model: torch.nn.Module, name: str) -> list[str]:
-    """Start of ComfyUI's keys of a module (comfy/lora.py, model_lora_keys_unet). Its models of Wan and FLUX.2 have the
-    original names (comfy/ldm), and for Wan it maps no other names. It also maps diffusers' names of FLUX.2, after other
-    prefixes (comfy/utils.py), and maps q, k and v to parts of its own weight."""
+    """What ComfyUI's keys of a module begin with (comfy/lora.py, model_lora_keys_unet). Its models of Wan and FLUX.2
+    have the original names (comfy/ldm), and of Wan it maps no others. It maps diffusers' names of FLUX.2, too, behind
+    other prefixes (comfy/utils.py), and those of q, k and v to parts of its own weight."""
     flat = f"lycoris_{name.replace('.', '_')}"
     if isinstance(model, WanTransformer3DModel):
-        name = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda match: f".self_attn.{match[1] or 'o'}", name)
-        name = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda match: f".cross_attn.{match[1] or 'o'}", name)
+        name = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda found: f".self_attn.{found[1] or 'o'}", name)
+        name = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda found: f".cross_attn.{found[1] or 'o'}", name)
         name = re.sub(r"\.ffn\.net\.(\d)(?:\.proj)?$", r".ffn.\1", name)
         return [f"diffusion_model.{name}"]
     if isinstance(model, Flux2Transformer2DModel):
@@ -137,7 +120,7 @@ def comfyui_names(model: torch.nn.Module, name: str) -> list[str]:
 
 
 def lycoris_names(_: torch.nn.Module, name: str) -> list[str]:
-    """Start of the LyCORIS library's keys of a module."""
+    """Likewise of the LyCORIS library."""
     return [f"lycoris_{name.replace('.', '_')}"]
 
 
@@ -149,35 +132,35 @@ def apply_as_comfyui(model: torch.nn.Module, path: Path, names=comfyui_names) ->
     """Add a file to a model's weights by ComfyUI's rule (comfy/weight_adapter/lora.py, lokr.py); returns the change of
     each module's weight.
 
-    Alpha is divided by the rank; without alpha, and for two whole matrices of a LoKr, the strength is 1. Keys without a
-    weight are skipped with a warning.
+    Alpha is divided by the rank; without alpha, and for two whole matrices of a LoKr, the strength is 1. Keys that no
+    weight asks for are left out with a warning.
     """
-    tensors, changes = load_file(path), dict[str, torch.Tensor]()
+    held, changes = load_file(path), dict[str, torch.Tensor]()
     for name, module in model.named_modules():
         for start in names(model, name) if isinstance(getattr(module, "weight", None), torch.nn.Parameter) else ():
-            result = {end: tensors.pop(key) for end in (*LORA, *LOKR, "alpha") if (key := f"{start}.{end}") in tensors}
-            if result:
-                changes[name] = _comfyui_change(result, module.weight).to(module.weight.dtype)
+            found = {end: held.pop(key) for end in (*LORA, *LOKR, "alpha") if (key := f"{start}.{end}") in held}
+            if found:
+                changes[name] = _comfyui_change(found, module.weight).to(module.weight.dtype)
                 module.weight.data += changes[name]
-    assert not tensors, f"keys that ComfyUI would not load: {[*tensors][:3]}"
+    assert not held, f"keys that ComfyUI would not load: {[*held][:3]}"
     return changes
 
 
-def _comfyui_change(result: dict[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    alpha, rank = result.pop("alpha", None), None
-    if set(LORA) == result.keys():
-        up, down = (result[end].to(weight.dtype) for end in LORA)
+def _comfyui_change(found: dict[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    alpha, rank = found.pop("alpha", None), None
+    if set(LORA) == found.keys():
+        up, down = (found[end].to(weight.dtype) for end in LORA)
         rank, product = down.shape[0], torch.mm(up.flatten(start_dim=1), down.flatten(start_dim=1))
     else:
         factors = []
         for side in ("lokr_w1", "lokr_w2"):
-            if side in result:
-                factors.append(result.pop(side))
+            if side in found:
+                factors.append(found.pop(side))
             else:
-                first, second = result.pop(f"{side}_a"), result.pop(f"{side}_b")
+                first, second = found.pop(f"{side}_a"), found.pop(f"{side}_b")
                 rank = second.shape[0]
                 factors.append(torch.mm(first, second))
-        assert not result
+        assert not found
         left, right = factors
         product = torch.kron(left[:, :, None, None] if right.ndim == 4 else left, right)
     strength = 1.0 if alpha is None or rank is None else alpha.item() / rank

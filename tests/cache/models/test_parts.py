@@ -29,8 +29,8 @@ def configured(folder: Path, kind: str, **sections: Any) -> Config:
 
 def small_files(tiny: Tiny, kind: str, folder: Path) -> Path:
     """A copy of a tiny checkpoint without its weights."""
-    model_folder, ignored = tiny(CHECKPOINTS.get(kind, kind)), shutil.ignore_patterns("*.safetensors", "tokenizer.json")
-    return shutil.copytree(model_folder, folder, ignore=ignored)
+    whole, ignored = tiny(CHECKPOINTS[kind]), shutil.ignore_patterns("*.safetensors", "tokenizer.json")
+    return shutil.copytree(whole, folder, ignore=ignored)
 
 
 def change(file: Path, **values: Any) -> None:
@@ -57,33 +57,33 @@ def test_parts_of_every_family(tiny: Tiny, tmp_path: Path, kind: str) -> None:
         hidden.rename(part)
     for tensor, key in family.text_widths.items():
         for part in family.components:
-            original = (folder / part / "config.json").read_text()
+            kept = (folder / part / "config.json").read_text()
             change(folder / part / "config.json", **{key: 4000})
             encoder = {"embeds": "text_encoder", "pooled": "text_encoder_2"}[tensor]
             step = refused(folder, kind, rf"{encoder}/config.json has .*{part}/config.json has {key} = 4000: the trans")
             assert f"take {encoder}/" in step and config.model.flavour_spec.repo in step
-            (folder / part / "config.json").write_text(original)
-    original = (folder / "vae/config.json").read_text()
+            (folder / part / "config.json").write_text(kept)
+    kept = (folder / "vae/config.json").read_text()
     key = next(iter(family.autoencoder_config))
     change(folder / "vae/config.json", **{key: 7})
     refused(folder, kind, f"vae/config.json has {key} = 7")
-    (folder / "vae/config.json").write_text(original)
-    for part, class_name in family.tokenizers.items():
+    (folder / "vae/config.json").write_text(kept)
+    for part, own in family.tokenizers.items():
         file = folder / part / "tokenizer_config.json"
-        wrong_class = "T5TokenizerFast" if class_name != "T5Tokenizer" else "Qwen2Tokenizer"
-        change(file, tokenizer_class=wrong_class)
-        refused(folder, kind, f"{part} is a {wrong_class.removesuffix('Fast')}.*{class_name}")
+        other = "T5TokenizerFast" if own != "T5Tokenizer" else "Qwen2Tokenizer"
+        change(file, tokenizer_class=other)
+        refused(folder, kind, f"{part} is a {other.removesuffix('Fast')}, and {family.name} has a {own}")
         change(file, tokenizer_class="TokenizersBackend")
         check()
     change(folder / "scheduler/scheduler_config.json", _class_name="DDIMScheduler", prediction_type="epsilon")
-    assert "remove validation.prompts" in refused(folder, kind, "DDIMScheduler")
+    assert "remove validation.prompts" in refused(folder, kind, "is of DDIMScheduler")
     check_parts(configured(folder, kind, validation={}), ask_hub=False)
 
 
 def test_an_encoder_with_fewer_layers_than_the_template_takes(tiny: Tiny, tmp_path: Path) -> None:
     folder = small_files(tiny, "flux2-klein", tmp_path / "model")
     change(folder / "text_encoder/config.json", num_hidden_layers=26)
-    match = "num_hidden_layers = 26, but the template flux2-klein reads the hidden states 9, 18, 27: it needs 27 layers"
+    match = "num_hidden_layers = 26, and the template flux2-klein takes the hidden states 9, 18, 27: it needs 27 layers"
     refused(folder, "flux2-klein", match)
     change(folder / "text_encoder/config.json", num_hidden_layers=27)
     check_parts(configured(folder, "flux2-klein"), ask_hub=False)
@@ -99,13 +99,13 @@ def test_bucket_and_encoding_refuse_another_size_of_text_encoder(tiny: Tiny, pro
     change(folder / "text_encoder/config.json", hidden_size=4096)
     home.settings["model"]["path"] = str(folder)
     for program in (bucket.run, encode_text.run):
-        with pytest.raises(CheckpointMismatch, match="hidden_size = 4096"):
+        with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, of 3 layers 12288, .*_attention_dim = 96"):
             home.run(program)
     assert not home.shards("text")
 
 
 def test_parts_of_a_repository(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The encoding stages, which use the hub, compare them; `bucket` does not use the hub."""
+    """Compared by the encoding stages, which ask the hub; `bucket` asks nothing."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     commit, repository = "1" * 40, tmp_path / "hub" / "models--someone--mixed"
@@ -116,7 +116,7 @@ def test_parts_of_a_repository(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.M
     check_parts(config, ask_hub=True)
     change(folder / "text_encoder" / "config.json", hidden_size=4096)
     check_parts(config, ask_hub=False)
-    with pytest.raises(CheckpointMismatch, match=r"transformer/config\.json has cap_feat_dim"):
+    with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, and transformer/config\.json has cap_feat_dim"):
         check_parts(config, ask_hub=True)
-    (folder / "transformer" / "config.json").unlink()  # as if only the encoders were downloaded
+    (folder / "transformer" / "config.json").unlink()  # as where only the encoders were downloaded
     check_parts(config, ask_hub=True)

@@ -1,5 +1,5 @@
-"""CREPA, compared with its formula, computed token by token; independence of the computation of blocks, of
-interruptions and of the number of processes."""
+"""CREPA against its formula, computed token by token, and what does not change it: how blocks are computed, where a run
+is cut and how many processes share it."""
 
 import json
 import math
@@ -23,13 +23,13 @@ from tests.trainer.runs import (
 from trainer import train as loop
 from trainer.methods.crepa import CREPAMethod
 
-WIDTH = 12  # width of the features
+WIDTH = 12  # of the features
 
 
-def with_features(helpers, config, coarse: int = 1, masks: bool = False) -> tuple:
+def with_features(made, config, coarse: int = 1, masks: bool = False) -> tuple:
     """Items of random features: on the grid of tokens, or with `coarse` times fewer columns and rows."""
-    items, null, prompts = helpers.mixed_items(config, 8)
-    rng, patch = np.random.default_rng(1), 1 if config.model.family in ("sana", "flux2-klein") else 2
+    (items, null, prompts), spec = made.mixed_items(config, 8), config.model.family_spec
+    rng, patch = np.random.default_rng(1), spec.side_multiple // spec.spatial_stride
     for item in items:
         item.regularization = config.train.methods.regularization is not None
         _, frames, rows, columns = item.latent.shape
@@ -57,7 +57,7 @@ ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, helpers, monkeypatch, case) -> None:
+def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made, monkeypatch, case) -> None:
     kind, options, coarse = CASES[case]
     index = 1 if kind == "sana" else 0
     methods: dict[str, Any] = {"crepa": {"block_index": index, **options}}
@@ -71,58 +71,58 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, help
         methods["regularization"] = {}
     config = make_config(kind, batch_size=2, methods=methods, adapter={"rank": 2})
     if kind in ("t2v", "i2v", "wan", "wan-a14b-i2v"):  # four latent frames
-        mixed = helpers.mixed_items
-        monkeypatch.setattr(helpers, "mixed_items", lambda *arguments: longer(helpers, config, mixed(*arguments)))
-    make_set(config, *with_features(helpers, config, coarse, case == "masked"))
+        mixed = made.mixed_items
+        monkeypatch.setattr(made, "mixed_items", lambda *given: longer(made, config, mixed(*given)))
+    make_set(config, *with_features(made, config, coarse, case == "masked"))
     run = prepared(config)
     move_adapter(run)
     step = loop.start_step(run, 0, run.loader.step(0).micro_batches[0])
-    method, calls = run.methods["crepa"], []
+    method, seen = run.methods["crepa"], []
     block = run.family.visual_blocks(run.model)[index]
     tokens = run.family.block_tokens(block)
-    block.register_forward_hook(lambda _, inputs, output: calls.append(tokens.read_output(output)))
+    block.register_forward_hook(lambda _, inputs, output: seen.append(tokens.read_output(output)))
     before = step.noisy_BCTHW, step.target_BCTHW
     for each in run.methods.values():
         each.prepare(step)
     changed = [case] if not all(map(torch.equal, before, (step.noisy_BCTHW, step.target_BCTHW))) else []
     assert changed == [name for name in ("rollout", "regularization") if name == case]
-    calls.clear()
+    seen.clear()
     with ExitStack() as stack:
         for each in run.methods.values():
             stack.enter_context(each.around(step))
         run.denoiser(step.noisy_BCTHW, step.sigma_B, step.batch)
         step.weight_BTHW = step.batch.extras.get("mask")
-        result = method.loss(step)
-        grid, (hidden, *_) = step.grid, calls
+        found = method.loss(step)
+        grid, (hidden, *_) = step.grid, seen
         assert step.batch.extras["vision"].shape[2] == max(1, grid.rows // coarse)
         everywhere = torch.arange(grid.tokens).expand(len(step.batch), -1)
         places = step.kept_tokens.get(index, everywhere)
         assert (places.shape == everywhere.shape) == (not case.startswith("tread"))
-        hidden, _ = tokens.divide(hidden, places.shape[1])  # without a text or references next to them
-        expected, similar = loss_by_hand(hidden, places, grid, step.batch, method.modules(), config.train.methods.crepa)
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+        hidden, _ = tokens.divide(hidden, places.shape[1])  # without a text or references beside them
+        wanted, similar = loss_by_hand(hidden, places, grid, step.batch, method.modules(), config.train.methods.crepa)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(step.logged["crepa_similarity"], similar.detach(), rtol=1e-5, atol=1e-6)
-        assert torch.equal(step.logged["crepa_loss"], result.detach())
+        assert torch.equal(step.logged["crepa_loss"], found.detach())
         weights = [*run.trainable.values()]
-        ours = torch.autograd.grad(result.sum(), weights, retain_graph=True, allow_unused=True)
-        theirs = torch.autograd.grad(expected.sum(), weights, allow_unused=True)
+        ours = torch.autograd.grad(found.sum(), weights, retain_graph=True, allow_unused=True)
+        theirs = torch.autograd.grad(wanted.sum(), weights, allow_unused=True)
     reached = 0
-    for name, first, second in zip(run.trainable, ours, theirs, strict=True):
-        assert (first is None) == (second is None), name
-        if first is not None:
-            assert (first - second).norm() <= 1e-3 * second.norm().clamp(min=1e-3), name
-            reached += bool(second.norm() > 0)
+    for name, one, other in zip(run.trainable, ours, theirs, strict=True):
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert (one - other).norm() <= 1e-3 * other.norm().clamp(min=1e-3), name
+            reached += bool(other.norm() > 0)
     assert reached >= 6, "the adapters of the tapped block, and the projection"
 
 
-def longer(helpers, config, given: tuple) -> tuple:
-    """Clips of 13 frames instead of 5."""
+def longer(made, config, given: tuple) -> tuple:
+    """Clips of 13 frames in place of 5."""
     items, null, prompts = given
-    rng, condition_frames = np.random.default_rng(2), config.model.family_spec.condition_frames(config.model.task)
+    rng, shown = np.random.default_rng(2), config.model.family_spec.condition_frames(config.model.task)
     for item in items:
         item.bucket = f"{item.bucket.partition('@')[0]}@13"
-        item.latent = helpers.latent(rng, config, item.bucket)
-        item.condition = None if item.condition is None else item.latent[:, :condition_frames]
+        item.latent = made.latent(rng, config, item.bucket)
+        item.condition = None if item.condition is None else item.latent[:, :shown]
     return items, null, prompts
 
 
@@ -147,42 +147,42 @@ def test_the_weight_follows_its_schedule() -> None:
 
 @pytest.mark.parametrize("mode", ["permanent", "recoverable"])
 def test_a_similarity_ends_it_and_may_start_it_again(mode: str) -> None:
-    """The moving average: 0.5, 0.7, then 0.5 again."""
+    """The average: 0.5, 0.7, then 0.5 again."""
     options = {"similarity_threshold": 0.6, "similarity_ema_decay": 0.5, "threshold_mode": mode}
-    method, calls = CREPAMethod(CREPA(**options)), []
+    method, seen = CREPAMethod(CREPA(**options)), []
     for number, similarity in enumerate((0.5, math.nan, 0.9, 0.3, 0.3)):
-        calls.append((method.weight(number, 9), method.measures(number, 9)))
-        method.finish_step({"loss": 1.0, "crepa_similarity": similarity} if calls[-1][1] else {"loss": 1.0})
-        second = CREPAMethod(CREPA(**options))
-        second.load_state(json.loads(json.dumps(method.state())))
-        assert second.weight(number + 1, 9) == method.weight(number + 1, 9)
+        seen.append((method.weight(number, 9), method.measures(number, 9)))
+        method.finish_step({"loss": 1.0, "crepa_similarity": similarity} if seen[-1][1] else {"loss": 1.0})
+        again = CREPAMethod(CREPA(**options))
+        again.load_state(json.loads(json.dumps(method.state())))
+        assert again.weight(number + 1, 9) == method.weight(number + 1, 9)
     after = (0.0, False) if mode == "permanent" else (0.5, True)
-    assert calls == [(0.5, True)] * 3 + [(0.0, mode == "recoverable"), after]
+    assert seen == [(0.5, True)] * 3 + [(0.0, mode == "recoverable"), after]
 
 
 # --- runs ---
 
 
 @pytest.mark.long
-def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, helpers) -> None:
-    """With the moving average that ends the loss, which a checkpoint stores, and its own rate for the projection."""
+def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> None:
+    """With the average that ends it, which a checkpoint keeps, and a rate of its own for the projection."""
     groups = [{"match": r"methods\.crepa\..*", "lr": 0.01}]
     methods = {"crepa": {"block_index": 0, "similarity_threshold": 0.02, "similarity_ema_decay": 0.5}}
     options = {"methods": methods, "adapter": {"rank": 2}, "optimizer": {"lr": 2e-3, "warmup": 0, "groups": groups}}
-    result = []
+    found = []
     for name, ends in (("whole", [8]), ("cut", [3, 5, 8])):
         for steps in ends:
             config = make_config("t2i", name=name, batch_size=2, steps=steps, checkpoint_every=1, **options)
             if steps == ends[0]:
-                make_set(config, *with_features(helpers, config))
+                make_set(config, *with_features(made, config))
             train(config)
-        result.append((lines(config), lines(config, "crepa_weight"), lines(config, "crepa_similarity"), config))
-    assert result[0][:3] == result[1][:3]
-    assert result[0][1][1] == 0.5 and result[0][1][8] == 0, "it ended between"
-    assert len(result[0][2]) == sum(weight > 0 for weight in result[0][1].values())
-    full_run, cut = (trained_weights(each[3]) for each in result)
-    assert full_run.keys() == cut.keys() and all(torch.equal(full_run[name], cut[name]) for name in full_run)
-    assert {name for name in full_run if "crepa" in name} == {
+        found.append((lines(config), lines(config, "crepa_weight"), lines(config, "crepa_similarity"), config))
+    assert found[0][:3] == found[1][:3]
+    assert found[0][1][1] == 0.5 and found[0][1][8] == 0, "it ended between"
+    assert len(found[0][2]) == sum(weight > 0 for weight in found[0][1].values())
+    whole, cut = (trained_weights(each[3]) for each in found)
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert {name for name in whole if "crepa" in name} == {
         f"methods.crepa.{name}" for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")
     }
     adapter = load_file(config.run_folder / "adapter/pytorch_lora_weights.safetensors")

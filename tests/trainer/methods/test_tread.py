@@ -1,5 +1,4 @@
-"""TREAD, compared with blocks that are run by hand on gathered tokens, one sample at a time, with drops by the
-definition."""
+"""TREAD against blocks that are run by hand on gathered tokens, one sample at a time, with drops by the definition."""
 
 import shutil
 from collections.abc import Callable
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
 from stages.rehearsing.tiny_models import build, make_model
 from tests.forms import long
-from tests.trainer.conftest import KINDS
+from tests.trainer.conftest import KINDS, row_of
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand
 from tests.trainer.runs import LOADS, prepared
 from trainer import train as loop
@@ -29,26 +27,26 @@ BUCKETS = {"t2i": "96x64", "i2i": "96x64", "t2v": "96x64@9", "i2v": "96x64@9", "
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """kind -> a checkpoint with LAYERS blocks of visual tokens."""
-    folders: dict[str, Path] = {}
+    made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
-        if kind not in folders:
-            folders[kind] = tmp_path_factory.mktemp(kind)
-            _, _, name = KINDS["t2v" if kind == "nabla" else kind]
-            build(name, folders[kind], only=["transformer", "scheduler"])
-            shutil.rmtree(folders[kind] / "transformer")
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            name = KINDS.get("t2v" if kind == "nabla" else kind, kind)
+            build(name, made[kind], only=["transformer", "scheduler"])
+            shutil.rmtree(made[kind] / "transformer")
             part = {"t2i": "image", "i2i": "image", "sana": "sana"}.get(kind, "video")
-            more: dict[str, Any] = {FAMILIES[KINDS["t2v" if kind == "nabla" else kind][0]].layers[0]: LAYERS}
+            more: dict[str, Any] = {row_of("t2v" if kind == "nabla" else kind).spec.layers[0]: LAYERS}
             more |= {"visual_cond": True} if kind == "i2i" else NABLA if kind == "nabla" else {}
-            make_model(part, overrides=more).save_pretrained(folders[kind] / "transformer")
-        return folders[kind]
+            make_model(part, overrides=more).save_pretrained(made[kind] / "transformer")
+        return made[kind]
 
     return get
 
 
 @pytest.fixture
-def start(make_config, make_set, helpers, deep) -> Callable[..., loop.TrainState]:
-    """start(kind, routes or None, masks=, tread=, **train options): a full-rank run with two samples per batch."""
+def start(make_config, make_set, made, deep) -> Callable[..., loop.TrainState]:
+    """start(kind, routes or None, masks=, tread=, **train options): a run of full rank, two samples a batch."""
 
     def get(kind: str, routes: list | None, *, masks: bool = False, tread: dict | None = None, **settings: Any) -> Any:
         methods = {} if routes is None else {"tread": {"routes": routes, **(tread or {})}}
@@ -59,27 +57,25 @@ def start(make_config, make_set, helpers, deep) -> Callable[..., loop.TrainState
         model = config.model.model_copy(update={"path": str(deep(kind))})
         config = config.model_copy(update={"model": model})
         if not Path(config.root).exists():
-            make_set(config, *samples(helpers, config, BUCKETS[kind], masks))
+            make_set(config, *samples(made, config, BUCKETS[kind], masks))
         return prepare(config)
 
     return get
 
 
-def samples(helpers, config: Config, bucket: str, masks: bool):
-    """Four samples of one bucket, with captions of unequal lengths; every second sample has a mask."""
+def samples(made, config: Config, bucket: str, masks: bool):
+    """Four of one bucket, with captions of unequal lengths; of two every other has a mask."""
     rng, pooled, items = np.random.default_rng(3), "pooled" in config.model.family_spec.text_widths, []
     for number in range(4):
-        x0 = helpers.latent(rng, config, bucket)
-        clean_frames = config.model.family_spec.condition_frames(config.model.task)
-        condition = {"i2v": x0[:, :clean_frames], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(
-            config.model.task
-        )
-        item = helpers.Item(bucket, x0, [helpers.caption(rng, 3 + number, pooled)], condition)
+        x0 = made.latent(rng, config, bucket)
+        given = config.model.family_spec.condition_frames(config.model.task)
+        condition = {"i2v": x0[:, :given], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(config.model.task)
+        item = made.Item(bucket, x0, [made.caption(rng, 3 + number, pooled)], condition)
         if masks and number % 2:
             item.mask = np.zeros(x0.shape[1:], np.float32)
             item.mask[-1, 1:-1, 1 : 1 + x0.shape[3] // 2] = 0.5
         items.append(item)
-    return items, helpers.caption(rng, 2, pooled), []
+    return items, made.caption(rng, 2, pooled), []
 
 
 def prepare(config: Config) -> loop.TrainState:
@@ -91,13 +87,11 @@ def prepare(config: Config) -> loop.TrainState:
 
 def step_once(run: loop.TrainState) -> SimpleNamespace:
     """loss, gradients, and the arguments of the forward passes of the first step."""
-    arguments_seen, gradients = [], {}
-    run.denoiser.register_forward_pre_hook(lambda _, inputs: arguments_seen.append(inputs))
+    seen, gradients = [], {}
+    run.denoiser.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
     run.optimizer.step = lambda: gradients.update({key: it.grad.clone() for key, it in run.trainable.items()})
     return SimpleNamespace(
-        loss=loop.finish_step(run, loop.train_step(run, run.loader.step(0)))["loss"],
-        gradients=gradients,
-        seen=arguments_seen,
+        loss=loop.finish_step(run, loop.train_step(run, run.loader.step(0)))["loss"], gradients=gradients, seen=seen
     )
 
 
@@ -114,28 +108,27 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
     ],
 )
 def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, record_property) -> None:
-    """Loss and gradients of every weight; masks: whether the loss is masked; checkpointed: interval of checkpointed
-    blocks."""
+    """Loss and gradients of every weight; masks: with a masked loss; checkpointed: every how many blocks."""
     options = {"gradient_checkpointing": checkpointed > 0, "gradient_checkpointing_interval": max(checkpointed, 1)}
     run = start(kind, ROUTES, masks=masks, **options)
-    result = step_once(run)
-    [(noisy, sigma, batch)] = result.seen
+    found = step_once(run)
+    [(noisy, sigma, batch)] = found.seen
     if masks:
         assert sorted(float(mask.min()) for mask in batch.extras["mask"]) == [0, 1], "one of the two has a mask"
     for block in run.model.visual_transformer_blocks if kind == "nabla" else ():
         block.self_attention.set_processor(NablaByHand())
     loss = loss_by_hand(run, kind, noisy, sigma)
     loss.backward()
-    record_property("loss by hand and difference", (loss.item(), result.loss - loss.item()))
-    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    record_property("loss by hand and difference", (loss.item(), found.loss - loss.item()))
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
     for name, weight in run.trainable.items():
-        error = (result.gradients[name] - weight.grad).norm()
+        error = (found.gradients[name] - weight.grad).norm()
         assert error <= 1e-4 * weight.grad.norm().clamp(min=1e-3), (name, error, weight.grad.norm())
     plain = step_once(start(kind, None, masks=masks, name="plain"))
-    assert abs(plain.loss - result.loss) > 1e-4 * result.loss, "tokens were dropped"
+    assert abs(plain.loss - found.loss) > 1e-4 * found.loss, "tokens were dropped"
 
 
-# --- unchanged results ---
+# --- what stays as it is ---
 
 
 @pytest.mark.slow
@@ -143,65 +136,65 @@ def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, rec
 def test_a_share_that_drops_no_token_changes_no_bit(start, kind) -> None:
     plain = step_once(start(kind, None, name="plain"))
     for share in (0.0, 0.01):
-        result = step_once(start(kind, [ROUTES[0] | {"selection_ratio": share}]))
-        assert result.loss == plain.loss
-        assert all(torch.equal(result.gradients[name], each) for name, each in plain.gradients.items())
+        found = step_once(start(kind, [ROUTES[0] | {"selection_ratio": share}]))
+        assert found.loss == plain.loss
+        assert all(torch.equal(found.gradients[name], each) for name, each in plain.gradients.items())
 
 
 def kept_in_steps(run: loop.TrainState, steps: int) -> list[torch.Tensor]:
-    """(B, K) of each micro-batch, for the first route."""
-    positions, around = [], run.methods["tread"].around
+    """(B, K) of each micro-batch, of the first route."""
+    kept, around = [], run.methods["tread"].around
 
     @contextmanager
     def noting(step):
         with around(step):
-            positions.append(step.kept_tokens[0])
+            kept.append(step.kept_tokens[0])
             yield
 
     run.methods["tread"].around = noting
     for step in range(steps):
         loop.train_step(run, run.loader.step(step))
-    return positions
+    return kept
 
 
 @pytest.mark.slow
 def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
-    """The choice is the same for any accumulation; given frames are only dropped if that is configured."""
+    """It is the same for any accumulation; that of a given frame is a choice only where asked for."""
     by_two = kept_in_steps(start("i2v", ROUTES, accumulate=2), 2)
     by_four = kept_in_steps(start("i2v", ROUTES, batch_size=4), 2)
     assert torch.equal(torch.cat(by_two), torch.cat(by_four)) and len(by_two) == 4
     first = range(24)  # tokens of frame 0
-    assert len({tuple(positions) for part in by_two for positions in part.tolist()}) == 8
-    assert all({*first} <= {*positions} for part in by_two for positions in part.tolist())
+    assert len({tuple(kept) for part in by_two for kept in part.tolist()}) == 8
+    assert all({*first} <= {*kept} for part in by_two for kept in part.tolist())
     dropping = kept_in_steps(start("i2v", ROUTES, tread={"drop_first_frame": True}), 1)[0]
-    assert dropping.shape == (2, 36) and not any({*first} <= {*positions} for positions in dropping.tolist())
+    assert dropping.shape == (2, 36) and not any({*first} <= {*kept} for kept in dropping.tolist())
 
 
-# --- refused configurations ---
+# --- what is refused ---
 
 
 def test_compiled_blocks_that_convolve_are_refused(make_config) -> None:
-    with pytest.raises(ValueError, match="blocks of sana"):
+    with pytest.raises(ValueError, match="for the convolution inside of a block of sana"):
         make_config("sana", compile="blocks", methods={"tread": {"routes": ROUTES[:1]}})
 
 
 def test_masks_that_keep_tokens_are_used(make_config) -> None:
-    for keep, message in ((True, 0), (False, 1)):
+    for keep, said in ((True, 0), (False, 1)):
         config = make_config("t2i", methods={"tread": {"routes": ROUTES, "keep_masked": keep}})
         masked = config.datasets[0].model_copy(update={"mask_data": "masks"})
-        assert len([*config.model_copy(update={"datasets": (masked,)}).unused_features("masks")]) == message
+        assert len([*config.model_copy(update={"datasets": (masked,)}).unused_features("masks")]) == said
 
 
 def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_loaded(ready, make_config, program) -> None:
     ready("sana")
     for (start, end), more, words in (
-        ((1, 3), [], "routes.0.end_layer_idx: 3"),
+        ((1, 3), [], "routes.0.end_layer_idx: 3 is outside of the transformer's blocks, 0 to 2"),
         ((-4, -1), [], "routes.0.start_layer_idx: -4 is outside of the transformer's blocks, 0 to 2"),
         ((2, -2), [], "routes.0.end_layer_idx: block 1 is before the route's first block, 2"),
-        ((0, 1), [(-2, -1)], "routes.1.start_layer_idx: block 1 is not after the previous route; valid: 2 or more"),
+        ((0, 1), [(-2, -1)], "routes.1.start_layer_idx: block 1 is part of the route before, or precedes it"),
     ):
         routes = [{"selection_ratio": 0.5, "start_layer_idx": a, "end_layer_idx": b} for a, b in [(start, end), *more]]
         refused = make_config("sana", methods={"tread": {"routes": routes}})
-        code, _, log = program(refused)
-        assert code == USAGE and f"train.methods.tread.{words}" in log and LOADS not in log
-        assert "has 3 blocks; correct" in log
+        code, _, said = program(refused)
+        assert code == USAGE and f"train.methods.tread.{words}" in said and LOADS not in said
+        assert "has 3 blocks; correct" in said

@@ -100,7 +100,7 @@ def test_a_group_comes_when_one_of_its_blocks_computes_in_either_direction(make,
     assert changes == (["01", "12", "2", "01", "0"] if prefetch else ["0", "1", "2", "1", "0"])
     at_home(model, home, names)
     with torch.no_grad():
-        batch = make_batch(KIND)
+        batch = make_batch(KIND, model)
         KINDS[KIND][0].predict(model.eval(), batch.latents_BCTHW, torch.tensor([0.3, 0.8]), batch, "t2i")
     at_home(model, home, names)
 

@@ -1,4 +1,4 @@
-"""Quantized base weights: errors compared with float32, unchanged parts, refused options, and resumed runs."""
+"""Quantized base weights: errors against float32, what stays, what is refused, and runs that go on."""
 
 from functools import cache
 from itertools import product
@@ -40,7 +40,7 @@ BOUNDS = {
 def adapted(
     kind: str, folder: Path, name: str | None, dtype: torch.dtype, via: str = "cpu", device: str = "cpu", **adapter
 ):
-    """The model with an adapter with changed weights."""
+    """The model with an adapter that has moved away from its start."""
     family, _ = KINDS[kind]
     model = family.load(str(folder), dtype=dtype)
     if name:
@@ -57,7 +57,7 @@ def step(kind: str, model) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss, prediction and the adapter's gradient of a fixed batch."""
     family, task = KINDS[kind]
     device = next(model.parameters()).device
-    batch, sigma_B = make_batch(kind).to(device, torch.float32), torch.tensor([0.3, 0.8], device=device)
+    batch, sigma_B = make_batch(kind, model).to(device, torch.float32), torch.tensor([0.3, 0.8], device=device)
     predicted = family.predict(model, batch.latents_BCTHW, sigma_B, batch, task).float()
     loss = (predicted - batch.latents_BCTHW).square().mean()
     loss.backward()
@@ -65,8 +65,8 @@ def step(kind: str, model) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return loss.detach(), predicted.detach(), gradient
 
 
-def errors(result, expected) -> list[float]:
-    return [float((first - second).norm() / second.norm()) for first, second in zip(result, expected, strict=True)]
+def errors(found, wanted) -> list[float]:
+    return [float((one - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def unquantized(wide):
 
     @cache
     def get(kind: str, options: tuple):
-        expected = step(kind, adapted(kind, wide(kind), None, torch.float32, **dict(options)))
-        return expected, errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **dict(options))), expected)
+        wanted = step(kind, adapted(kind, wide(kind), None, torch.float32, **dict(options)))
+        return wanted, errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **dict(options))), wanted)
 
     return get
 
@@ -87,36 +87,36 @@ def unquantized(wide):
     [*product(["sana"], NAMES), *(long(kind, name) for kind in WIDE if kind != "sana" for name in NAMES)],
 )
 def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantized, is_long, kind, name):
-    """With each adapter in float32; LoRA also in bfloat16, whose own error is added, and with gradient checkpointing.
-    The long form tests these for all adapters."""
+    """Under each adapter in float32; LoRA also in bfloat16, whose own error comes on top, and with gradient
+    checkpointing. In the long form so do the others."""
     for adapter in ({"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}):
         if adapter.get("dora") and name == "int8-quanto":
             continue
-        expected, rounding = unquantized(kind, tuple(adapter.items()))
-        result = errors(step(kind, adapted(kind, wide(kind), name, torch.float32, **adapter)), expected)
+        wanted, rounding = unquantized(kind, tuple(adapter.items()))
+        found = errors(step(kind, adapted(kind, wide(kind), name, torch.float32, **adapter)), wanted)
         plain = adapter == {"type": "lora"}
         half = rounding
         if plain or is_long:
-            half = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **adapter)), expected)
+            half = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **adapter)), wanted)
         label = " ".join(map(str, adapter.values()))
-        for dtype, values in (("float32", result), ("bfloat16", half), ("bfloat16 unquantized", rounding)):
+        for dtype, values in (("float32", found), ("bfloat16", half), ("bfloat16 unquantized", rounding)):
             print(f"{kind}, {name}, {label}, {dtype}: " + ", ".join(f"{value:.4f}" for value in values))
-        assert result[1] > 1e-4, "it is quantized"
-        for value, half_error, base, bound in zip(result, half, rounding, BOUNDS[name], strict=True):
+        assert found[1] > 1e-4, "it is quantized"
+        for value, own, base, bound in zip(found, half, rounding, BOUNDS[name], strict=True):
             assert value <= bound
-            assert half_error <= bound + 2 * base
+            assert own <= bound + 2 * base
         if not plain and not is_long:
             continue
         checkpointed = adapted(kind, wide(kind), name, torch.float32, **adapter).train()
         checkpointed.enable_gradient_checkpointing()
-        assert errors(step(kind, checkpointed), expected) == pytest.approx(result, rel=1e-3, abs=1e-6)
+        assert errors(step(kind, checkpointed), wanted) == pytest.approx(found, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_card_too(wide, make_config, kind, name):
-    """In bfloat16, quantized on the card, which has other kernels."""
+    """In bfloat16, quantized on the card, whose kernels are others."""
     family, _ = KINDS[kind]
     try:
         config = make_config("t2i" if kind.endswith("t2i") else kind, base_precision=name)
@@ -125,11 +125,11 @@ def test_on_a_card_too(wide, make_config, kind, name):
         if "multiples of 64" not in str(error):
             pytest.skip(str(error))
     on_card = {"via": "device", "device": "cuda"}
-    expected = step(kind, adapted(kind, wide(kind), None, torch.float32, **on_card))
-    rounding = errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **on_card)), expected)
-    result = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **on_card)), expected)
-    assert result[1] > 1e-4, "it is quantized"
-    for value, base, bound in zip(result, rounding, BOUNDS[name], strict=True):
+    wanted = step(kind, adapted(kind, wide(kind), None, torch.float32, **on_card))
+    rounding = errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **on_card)), wanted)
+    found = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **on_card)), wanted)
+    assert found[1] > 1e-4, "it is quantized"
+    for value, base, bound in zip(found, rounding, BOUNDS[name], strict=True):
         assert value <= bound + 2 * base
 
 
@@ -138,26 +138,24 @@ def test_only_attention_and_feed_forward_are_quantized_and_the_place_makes_no_di
     kind = "kandinsky5-image-t2i"
     family, _ = KINDS[kind]
     plain, model = (family.load(str(wide(kind)), dtype=torch.bfloat16) for _ in range(2))
-    log = quantize_base(model, family, name, "device", torch.device("cpu"))
+    said = quantize_base(model, family, name, "device", torch.device("cpu"))
     matrices = base_matrices(plain, family)
     measured = sum(stored_bytes(model.get_submodule(path).weight) for path in matrices)
     assert sum(packed_bytes(part, name) for part in matrices.values()) == pytest.approx(measured, rel=0.03)
-    assert log.startswith(f"{len(matrices)} matrices of the base quantized ({name})")
+    assert said.startswith(f"{len(matrices)} matrices of the base quantized ({name})")
     assert count_numbers(model.parameters()) == sum(weight.numel() for weight in plain.parameters())
-    plain_parts = {path: part for path, part in plain.named_modules() if [*part.parameters(recurse=False)]}
-    changed = {
-        path for path, part in plain_parts.items() if type(model.get_submodule(path).weight) is not type(part.weight)
-    }
+    kept = {path: part for path, part in plain.named_modules() if [*part.parameters(recurse=False)]}
+    changed = {path for path, part in kept.items() if type(model.get_submodule(path).weight) is not type(part.weight)}
     assert changed == set(matrices)
-    assert "visual_transformer_blocks.0.visual_modulation.out_layer" in plain_parts.keys() - changed
-    for path in plain_parts.keys() - changed:
-        for first, second in zip(plain_parts[path].parameters(), model.get_submodule(path).parameters(), strict=True):
-            assert first.dtype == second.dtype and torch.equal(first, second)
-    repeated = family.load(str(wide(kind)), dtype=torch.bfloat16)
-    quantize_base(repeated, family, name, "cpu", torch.device("cpu"))
+    assert "visual_transformer_blocks.0.visual_modulation.out_layer" in kept.keys() - changed
+    for path in kept.keys() - changed:
+        for one, other in zip(kept[path].parameters(), model.get_submodule(path).parameters(), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+    again = family.load(str(wide(kind)), dtype=torch.bfloat16)
+    quantize_base(again, family, name, "cpu", torch.device("cpu"))
     path = "visual_transformer_blocks.0.feed_forward.in_layer"
     x = torch.randn(2, 128, dtype=torch.bfloat16)
-    assert torch.equal(model.get_submodule(path)(x), repeated.get_submodule(path)(x))
+    assert torch.equal(model.get_submodule(path)(x), again.get_submodule(path)(x))
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -166,15 +164,16 @@ def test_a_validation_takes_no_gradient_from_nf4(wide, monkeypatch, packing):
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: packing)
     kind = "sana"
     first = adapted(kind, wide(kind), "nf4-bnb", torch.float32).train()
-    expected = step(kind, first)
+    wanted = step(kind, first)
     model = adapted(kind, wide(kind), "nf4-bnb", torch.float32).eval()
     family, task = KINDS[kind]
     with torch.no_grad():
-        family.predict(model, make_batch(kind).latents_BCTHW, torch.tensor([0.3, 0.8]), make_batch(kind), task)
-    assert errors(step(kind, model.train()), expected) == pytest.approx([0, 0, 0], abs=1e-6)
+        batch = make_batch(kind, model)
+        family.predict(model, batch.latents_BCTHW, torch.tensor([0.3, 0.8]), batch, task)
+    assert errors(step(kind, model.train()), wanted) == pytest.approx([0, 0, 0], abs=1e-6)
 
 
-# --- refused options ---
+# --- what is refused ---
 
 
 def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loaded(
@@ -183,16 +182,16 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
     config = ready("sana", base_precision="nf4-bnb")
 
     def refused(config) -> str:
-        code, report, log = program(config)
-        assert code == 2 and LOADS not in log, report
+        code, report, said = program(config)
+        assert code == 2 and LOADS not in said, report
         return report["error"]["message"] + report["error"]["next_step"]
 
-    assert "96x96" in refused(config)
+    assert "multiples of 64, and they are 96x96" in refused(config)
     pissa = make_config("sana", adapter={"init_weights": "pissa"})
-    assert "pissa only supports linear layers, and 6 targets are convolutions" in refused(pissa)
+    assert "pissa is for linear layers, and 6 of the targets are convolutions" in refused(pissa)
     for adapter in ({"targets": ["foo"]}, {"targets": ["foo"], "type": "full"}, {"rank_pattern": {"foo": 2}}):
-        assert "'foo' matches" in (result := refused(make_config("sana", adapter=adapter)))
-        assert "Correct the regular expression" in result
+        assert "'foo' matches no" in (found := refused(make_config("sana", adapter=adapter)))
+        assert found.endswith("Correct the regular expression, which must match whole paths, as '.*to_query' does.")
     monkeypatch.setitem(checks.QUANTIZATION_LIBRARIES, "int8-torchao", "a_library_that_is_not_there")
     assert "needs a_library_that_is_not_there" in refused(make_config("sana", base_precision="int8-torchao"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
@@ -214,18 +213,18 @@ def test_a_quantized_run_goes_on_exactly_and_with_its_own_precision_only(make_co
         model = made.model.model_copy(update={"path": str(wide("kandinsky5-image-t2i"))})
         return made.model_copy(update={"model": model})
 
-    full_run, cut = config("whole"), config("cut", steps=2)
-    for each in (full_run, cut):
+    whole, cut = config("whole"), config("cut", steps=2)
+    for each in (whole, cut):
         make_set(each)
         train(each)
     train(config("cut"))
-    assert lines(config("cut")) == lines(full_run)
-    for key, weight in trained_weights(full_run).items():
+    assert lines(config("cut")) == lines(whole)
+    for key, weight in trained_weights(whole).items():
         assert torch.equal(weight, trained_weights(config("cut"))[key])
     with pytest.raises(ResumeError, match=f'train.base_precision: "{name}" in the checkpoint, "no_change" now'):
         train(config("cut", base_precision="no_change", steps=6))
     plain = config("plain", base_precision="bf16")
     make_set(plain)
     train(plain)
-    assert lines(plain) == pytest.approx(lines(full_run), rel=0.1)
-    assert lines(plain) != lines(full_run)
+    assert lines(plain) == pytest.approx(lines(whole), rel=0.1)
+    assert lines(plain) != lines(whole)

@@ -11,7 +11,7 @@ from stages.encoding.vae import base
 from tests.forms import long
 from tests.stages.encoding.vae.autoencoders import AUTOENCODERS, CPU, LIMIT, open_autoencoder, open_reference
 
-NAMES = [name if name == "flux" else long(name) for name in AUTOENCODERS if name != "shifted flux"]
+NAMES = [name if name == "flux" else long(name) for name in AUTOENCODERS]
 
 
 def clip(frames: int, height: int = 64, width: int = 96) -> torch.Tensor:
