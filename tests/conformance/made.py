@@ -144,7 +144,8 @@ class Made:
     @cached_property
     def trained_pipe(self) -> Any:
         """With what training has saved, loaded by the pipeline's own loader."""
-        pipe = self.load_pipeline()
+        pipe = self.load_pipeline(texts=False)
+        pipe.register_modules(**{name: getattr(self.pipe, name) for name in self.row.spec.text_components})
         for run in self.trained:
             load_trained(pipe, run)
         return pipe

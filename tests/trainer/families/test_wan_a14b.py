@@ -21,6 +21,7 @@ def ended(config: Config, folder, *overrides: str) -> int:
     return run_program("train", train_program, Options(runs.write(config, folder), overrides, json=True))
 
 
+@pytest.mark.long
 def test_both_experts_are_trained_one_after_the_other(make_config, make_set, made, tmp_path, capsys):
     """Runs of their own, each with its noise levels. The samples of the second have the first's adapter, too."""
     look = {"every": 2, "steps": 6, "guidance": 4.0, "guidance_low": 3.0, "seed": 7, "eval_samples": 2}
