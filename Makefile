@@ -119,6 +119,7 @@ gpu:
 		$(if $(RESULTS),--results $(RESULTS))
 
 demo: $(PROGRAMS)
+	$(if $(filter data all,$(FLAVOUR)),$(INSTALL) --constraint constraints.txt --editable '.[features]')
 	$(BIN)/python -m examples.demo $(FLAVOUR)
 
 clean:
