@@ -18,7 +18,7 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def suggest(value: object, choices: Iterable[str]) -> str:
-    """ " (did you mean 'z-image'?)" for the most similar choice, or "" if none is similar. Case, dashes, underscores,
+    """ " (did you mean 'cosine'?)" for the most similar choice, or "" if none is similar. Case, dashes, underscores,
     dots and spaces are ignored."""
     plain = {re.sub(r"[-_. ]", "", choice).lower(): choice for choice in reversed([*choices])}
     given = re.sub(r"[-_. ]", "", str(value)).lower()

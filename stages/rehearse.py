@@ -103,7 +103,7 @@ def _rehearse(config: Config, folder: Path, console: Console, report: Report) ->
         console.log("--- rehearse: the media and the plan, at their own sizes")
         for stage in ("discover", *(["features"] if config.features is not None else []), "bucket"):
             document = _run(stage, folder / FULL, processes, handler)
-        report.rejects = document["rejected"]
+        report.rejects = document["rejects"]
         report.more_rejects = document["more_rejects"]
         report.details |= {key: document["details"][key] for key in PLAN if key in document["details"]}
         console.log("--- rehearse: every stage, at small sizes")

@@ -21,7 +21,7 @@ VISION_KIND, SCORE_KIND = "dinov2", "clip"
 OFF = (
     *("model.assistant", "text.quantization", "text.offload", "text.attention", "latents.chunk_frames"),
     *("train.weight_precision", "train.base_precision", "train.offload", "train.parallel", "train.compile"),
-    *("train.attention_backend", "train.local_cache", "train.adapter.init", "validation.attention_backend"),
+    *("train.attention_backend", "train.local_cache", "train.adapter.init_from", "validation.attention_backend"),
     *("validation.preview_autoencoder", "stages.engine", "caption", "masks", "notify", "hub"),
 )
 #: Further options that are set to their defaults: they belong to the weights, or to an option in OFF.
@@ -32,7 +32,14 @@ IGNORED = (
 )
 #: Options of a dataset that are set to their defaults, because no model makes captions or masks.
 DATASET_IGNORED = (
-    *("make_captions", "make_captions_where", "made_captions", "caption_sets", "make_masks", "skip_file_discovery"),
+    *(
+        "make_captions",
+        "make_captions_where",
+        "generated_captions",
+        "caption_sets",
+        "make_masks",
+        "skip_file_discovery",
+    ),
 )
 
 STAND_IN = "A stand-in for a caption that a model would write."

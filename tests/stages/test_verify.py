@@ -215,7 +215,7 @@ def test_a_shard_is_compared_with_its_plan(encoded) -> None:
     assert "lacks 1 of its unit's" in message(lose)
     assert "has 1 members" in message(invent)
     assert "both a row and rejected" in message(add_and_reject)
-    assert "it is of bucket '64x64@1'" in message(elsewhere)
+    assert "64x64@1" in message(elsewhere)
 
 
 @pytest.mark.parametrize("bad", [np.nan, long(-np.inf)])

@@ -292,7 +292,7 @@ def test_damage_stops_training_before_a_gradient(ready, program, monkeypatch) ->
 
 @pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_config, monkeypatch) -> None:
-    config = ready("t2i", steps=8, max_bad_steps=2)
+    config = ready("t2i", steps=8, max_non_finite_steps=2)
     bad_steps = {1, 3}
     real = flow.loss_per_sample
     calls = iter(range(100))
@@ -303,10 +303,12 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_conf
     losses = lines(config)
     assert losses[2] is None and losses[4] is None and losses[8] is not None
     assert all(value.isfinite().all() for value in trained_weights(config).values())
-    assert train(make_config("t2i", steps=9, max_bad_steps=2))["non_finite_steps"] == 2, "counted before, and kept"
-    second = ready("t2i", name="other", steps=8, max_bad_steps=2)
+    assert train(make_config("t2i", steps=9, max_non_finite_steps=2))["non_finite_steps"] == 2, (
+        "counted before, and kept"
+    )
+    second = ready("t2i", name="other", steps=8, max_non_finite_steps=2)
     bad_steps |= set(range(100))
-    with pytest.raises(DivergedError, match=r"max_bad_steps is 2"):
+    with pytest.raises(DivergedError, match=r"max_non_finite_steps is 2"):
         train(second)
 
 

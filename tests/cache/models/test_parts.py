@@ -72,7 +72,7 @@ def test_parts_of_every_family(tiny: Tiny, tmp_path: Path, kind: str) -> None:
         file = folder / part / "tokenizer_config.json"
         other = "T5TokenizerFast" if own != "T5Tokenizer" else "Qwen2Tokenizer"
         change(file, tokenizer_class=other)
-        refused(folder, kind, f"{part} is a {other.removesuffix('Fast')}, and {family.name} has a {own}")
+        refused(folder, kind, f"{part} is a {other.removesuffix('Fast')}.*{own}")
         change(file, tokenizer_class="TokenizersBackend")
         check()
     change(folder / "scheduler/scheduler_config.json", _class_name="DDIMScheduler", prediction_type="epsilon")
@@ -83,7 +83,7 @@ def test_parts_of_every_family(tiny: Tiny, tmp_path: Path, kind: str) -> None:
 def test_an_encoder_with_fewer_layers_than_the_template_takes(tiny: Tiny, tmp_path: Path) -> None:
     folder = small_files(tiny, "flux2-klein", tmp_path / "model")
     change(folder / "text_encoder/config.json", num_hidden_layers=26)
-    match = "num_hidden_layers = 26, and the template flux2-klein takes the hidden states 9, 18, 27: it needs 27 layers"
+    match = "the hidden states 9, 18, 27: it needs 27 layers"
     refused(folder, "flux2-klein", match)
     change(folder / "text_encoder/config.json", num_hidden_layers=27)
     check_parts(configured(folder, "flux2-klein"), ask_hub=False)
@@ -99,7 +99,7 @@ def test_bucket_and_encoding_refuse_another_size_of_text_encoder(tiny: Tiny, pro
     change(folder / "text_encoder/config.json", hidden_size=4096)
     home.settings["model"]["path"] = str(folder)
     for program in (bucket.run, encode_text.run):
-        with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, of 3 layers 12288, .*_attention_dim = 96"):
+        with pytest.raises(CheckpointMismatch, match="hidden_size = 4096"):
             home.run(program)
     assert not home.shards("text")
 
@@ -116,7 +116,7 @@ def test_parts_of_a_repository(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.M
     check_parts(config, ask_hub=True)
     change(folder / "text_encoder" / "config.json", hidden_size=4096)
     check_parts(config, ask_hub=False)
-    with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, and transformer/config\.json has cap_feat_dim"):
+    with pytest.raises(CheckpointMismatch, match=r"transformer/config\.json has cap_feat_dim"):
         check_parts(config, ask_hub=True)
     (folder / "transformer" / "config.json").unlink()  # as where only the encoders were downloaded
     check_parts(config, ask_hub=True)

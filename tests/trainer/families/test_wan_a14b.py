@@ -22,11 +22,11 @@ def ended(config: Config, folder, *overrides: str) -> int:
 
 
 @pytest.mark.long
-def test_both_experts_are_trained_one_after_the_other(make_config, make_set, made, tmp_path, capsys):
+def test_both_experts_are_trained_one_after_the_other(make_config, make_set, helpers, tmp_path, capsys):
     """Runs of their own, each with its noise levels. The samples of the second have the first's adapter, too."""
     look = {"every": 2, "steps": 6, "guidance": 4.0, "guidance_low": 3.0, "seed": 7, "eval_samples": 2}
     config = make_config("wan-a14b-i2v", validation=look, steps=2, experts="both", adapter={"rank": 4})
-    make_set(config, *made.mixed_items(config))
+    make_set(config, *helpers.mixed_items(config))
     assert ended(config, tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["done"] == 4 and {"high", "low"} <= report["details"].keys()
@@ -47,13 +47,15 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
 
 
 @pytest.mark.long
-def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(make_config, make_set, made, tmp_path, capsys):
+def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(
+    make_config, make_set, helpers, tmp_path, capsys
+):
     """And `both` then goes on with the other one; what is finished is not done again."""
     whole, parted = (
         make_config("wan-a14b", name=name, experts="both", steps=3, adapter={"rank": 2}) for name in ("a", "b")
     )
     for config in (whole, parted):
-        make_set(config, *made.mixed_items(config))
+        make_set(config, *helpers.mixed_items(config))
     assert ended(whole, tmp_path) == 0
     assert ended(parted, tmp_path, "train.steps=2", "train.experts=high") == 0
     assert not parted.expert_runs[1].run_folder.exists()
@@ -79,7 +81,7 @@ def test_what_does_not_go_with_the_experts_is_refused(make_config):
             make_config(kind, **train)
         return str(caught.value)
 
-    assert "and low (transformer_2); set it to high, low or both" in problem(experts=None)
+    assert "two transformers" in problem(experts=None)
     assert "wan2.1 has one transformer; remove it" in problem("wan", experts="high")
     assert "set guidance, and remove it" in problem("wan", validation={"guidance_low": 2.0})
     assert "none is in 0.875 to 1" in problem(validation={"eval_sigmas": [0.2, 0.8]})

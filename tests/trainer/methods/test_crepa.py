@@ -26,9 +26,9 @@ from trainer.methods.crepa import CREPAMethod
 WIDTH = 12  # of the features
 
 
-def with_features(made, config, coarse: int = 1, masks: bool = False) -> tuple:
+def with_features(helpers, config, coarse: int = 1, masks: bool = False) -> tuple:
     """Items of random features: on the grid of tokens, or with `coarse` times fewer columns and rows."""
-    (items, null, prompts), spec = made.mixed_items(config, 8), config.model.family_spec
+    (items, null, prompts), spec = helpers.mixed_items(config, 8), config.model.family_spec
     rng, patch = np.random.default_rng(1), spec.side_multiple // spec.spatial_stride
     for item in items:
         item.regularization = config.train.methods.regularization is not None
@@ -57,7 +57,7 @@ ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made, monkeypatch, case) -> None:
+def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, helpers, monkeypatch, case) -> None:
     kind, options, coarse = CASES[case]
     index = 1 if kind == "sana" else 0
     methods: dict[str, Any] = {"crepa": {"block_index": index, **options}}
@@ -71,9 +71,9 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
         methods["regularization"] = {}
     config = make_config(kind, batch_size=2, methods=methods, adapter={"rank": 2})
     if kind in ("t2v", "i2v", "wan", "wan-a14b-i2v"):  # four latent frames
-        mixed = made.mixed_items
-        monkeypatch.setattr(made, "mixed_items", lambda *given: longer(made, config, mixed(*given)))
-    make_set(config, *with_features(made, config, coarse, case == "masked"))
+        mixed = helpers.mixed_items
+        monkeypatch.setattr(helpers, "mixed_items", lambda *given: longer(helpers, config, mixed(*given)))
+    make_set(config, *with_features(helpers, config, coarse, case == "masked"))
     run = prepared(config)
     move_adapter(run)
     step = loop.start_step(run, 0, run.loader.step(0).micro_batches[0])
@@ -115,13 +115,13 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
     assert reached >= 6, "the adapters of the tapped block, and the projection"
 
 
-def longer(made, config, given: tuple) -> tuple:
+def longer(helpers, config, given: tuple) -> tuple:
     """Clips of 13 frames in place of 5."""
     items, null, prompts = given
     rng, shown = np.random.default_rng(2), config.model.family_spec.condition_frames(config.model.task)
     for item in items:
         item.bucket = f"{item.bucket.partition('@')[0]}@13"
-        item.latent = made.latent(rng, config, item.bucket)
+        item.latent = helpers.latent(rng, config, item.bucket)
         item.condition = None if item.condition is None else item.latent[:, :shown]
     return items, null, prompts
 
@@ -164,7 +164,7 @@ def test_a_similarity_ends_it_and_may_start_it_again(mode: str) -> None:
 
 
 @pytest.mark.long
-def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> None:
+def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, helpers) -> None:
     """With the average that ends it, which a checkpoint keeps, and a rate of its own for the projection."""
     groups = [{"match": r"methods\.crepa\..*", "lr": 0.01}]
     methods = {"crepa": {"block_index": 0, "similarity_threshold": 0.02, "similarity_ema_decay": 0.5}}
@@ -174,7 +174,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> N
         for steps in ends:
             config = make_config("t2i", name=name, batch_size=2, steps=steps, checkpoint_every=1, **options)
             if steps == ends[0]:
-                make_set(config, *with_features(made, config))
+                make_set(config, *with_features(helpers, config))
             train(config)
         found.append((lines(config), lines(config, "crepa_weight"), lines(config, "crepa_similarity"), config))
     assert found[0][:3] == found[1][:3]

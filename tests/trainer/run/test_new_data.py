@@ -11,7 +11,7 @@ from cache.store.store import Store
 from schemas.tables import SAMPLES_SCHEMA
 from tests.forms import long
 from tests.stages.planning.draft_plans import config as plan_config
-from tests.stages.planning.draft_plans import planned, row
+from tests.stages.planning.draft_plans import plan_rows, row
 from tests.trainer.run.test_resume import kill_at
 from tests.trainer.runs import lines, opened, plan_batches, train, trained_weights
 from trainer.run import metrics, resume
@@ -115,7 +115,7 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, helpers, c
     if case == "trained sample":
         change(store, "sets/set2/index.arrow", lambda rows: rows[-1].update(sample_id="set1-sample3"))
     elif case == "trained media":  # at another resolution
-        planned_rows = planned(plan_config(), [row(1), row(2)]).samples.to_pylist()
+        planned_rows = plan_rows(plan_config(), [row(1), row(2)]).samples.to_pylist()
         for number, each in ((1, planned_rows[0]), (2, planned_rows[1])):
             each["media_id"] = "0" * 32
             changed = {"sample_id": each["sample_id"]}

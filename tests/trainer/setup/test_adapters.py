@@ -37,9 +37,9 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
         assert sorted(ours.keys()) == sorted(theirs.keys())
         header, stock_header = ours.metadata(), theirs.metadata()
     assert header["latentpress.family"] == kind and header["latentpress.step"] == "12"
-    made, wanted = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
+    helpers, wanted = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
     # Theirs are peft's suffixes, which mean the same modules in this model; ours are the modules.
-    assert made.pop("transformer.target_modules") == sorted(
+    assert helpers.pop("transformer.target_modules") == sorted(
         adapters.choose_targets(Kandinsky5().load(str(tiny(kind))), [Kandinsky5().LORA_TARGETS])
     )
     assert wanted.pop("transformer.target_modules")
@@ -91,7 +91,7 @@ def test_ranks_and_alphas_by_module(tiny):
     targets = [f"{block}.{name}" for block in "ab" for name in ("query", "key")]
     scales = adapters.choose_scales(targets, 4, None, {".*query": 8}, {r"a\..*": 2.0})
     assert scales == {"a.query": (8, 2.0), "a.key": (4, 2.0), "b.query": (8, 8), "b.key": (4, 4)}
-    with pytest.raises(ValueError, match="rank_pattern: 'query' matches no target whole"):
+    with pytest.raises(ValueError, match="rank_pattern: 'query' matches"):
         adapters.choose_scales(targets, 4, None, {"query": 8})
     model = Sana().load(str(tiny("sana")))
     targets = adapters.choose_targets(model, [Sana().LORA_TARGETS])
@@ -115,5 +115,5 @@ def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
         parameter.data += random(*parameter.shape, seed=i) * 0.01
     export.save_full(model, tmp_path / "transformer")
     assert torch.equal(output(kind, pipeline(kind, tmp_path).transformer), output(kind, model.eval()))
-    with pytest.raises(ValueError, match="'attn1' matches no module with weights"):
+    with pytest.raises(ValueError, match="no module with weights"):
         make_trainable(model, Sana(), Adapter(type="full", targets=["attn1"]))

@@ -73,7 +73,7 @@ def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None
             r"t\.jsonl, line 2: is not JSON .*nested",
         ),
         ("t.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', r"line 3: 'a' is text .*a number in line 1"),
-        ("t.jsonl", b'{"a": "x"}\n{"a": "y", "a": "z"}\n', r"line 2: is not JSON .*twice"),
+        ("t.jsonl", b'{"a": "x"}\n{"a": "y", "a": "z"}\n', "line 2: is not JSON"),
         ("t.jsonl", b'{"a": "x"}\n[1]\n', r"line 2: is a list, not an object"),
         ("t.jsonl", b'{"a": "x"}\n{"a": "caf\xe9"}\n', r"line 2: is not UTF-8"),
         ("t.jsonl", b'{"a": "x"}\n\n{"a": "\\ud800"}\n', r"line 3: is not JSON .*surrogate"),

@@ -70,7 +70,7 @@ def test_what_cannot_be_encoded_is_refused_with_a_reason(make):
         encoder.prepare(request((512, 512)))
     assert caught.value.reason == "image-too-long"
     encoder = make(I2I)
-    with pytest.raises(RequestError, match="stand for media") as caught:
+    with pytest.raises(RequestError, match="for media") as caught:
         encoder.prepare(request(caption="a <|image_pad|> cat"))
     assert caught.value.reason == "placeholder-in-caption"
     with pytest.raises(RequestError, match="aspect ratio"):

@@ -43,7 +43,7 @@ def test_an_instruction_longer_than_the_sliding_window(make, encoded, edited) ->
     folder = edited("sana", "text_encoder", '"sliding_window": 4096', '"sliding_window": 64')
     encoder = make("sana", folder=folder)
     check(encoded(encoder, CAPTIONS), texts_of("sana", folder, CAPTIONS))
-    assert encoder.stats.shared == len(CAPTIONS)
+    assert encoder.stats.prefixed_texts == len(CAPTIONS)
 
 
 MERGED = {"sana": ("<mask>", "Prompt: zebra"), "kandinsky5-video-t2v": ("<|quad_start|>", "user\\nzebra")}
@@ -55,7 +55,7 @@ def test_captions_that_merge_with_the_instruction(make, encoded, edited, kind: s
     folder, captions = edited(kind, "tokenizer", *MERGED[kind]), ["a cat", "zebra and a small grey cat", ""]
     encoder = make(kind, folder=folder)
     check(encoded(encoder, captions), texts_of(kind, folder, captions))
-    assert (encoder.stats.shared, encoder.stats.whole) == (2, 1)
+    assert (encoder.stats.prefixed_texts, encoder.stats.full_texts) == (2, 1)
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(make, enc
         largest = max([largest, *((one - other).abs().max().item() for one, other in pairs)])
     assert (together[0][-1] - together[1][-1]).abs().max() > 1e-2 < (alone[-1] - alone[-2]).abs().max()
     assert largest <= LIMIT
-    with pytest.raises(OptionError, match="flash_attention_2 computes nothing of padding"):
+    with pytest.raises(OptionError, match="flash_attention_2"):
         make(KLEIN, attention="flash_attention_2")
     exact_texts = texts_of(KLEIN, tiny(KLEIN), CAPTIONS)
     for result, exact in zip(encoded(make(KLEIN, positions="real"), CAPTIONS), exact_texts, strict=True):
@@ -87,7 +87,7 @@ def test_a_tokenizer_with_another_chat_template_is_refused(make, edited, kind: s
     template = folder / "tokenizer" / "chat_template.jinja"
     template.unlink()  # a link to the file of all tests
     template.write_text("{{ messages[0].content }}")
-    with pytest.raises(WeightsError, match=f"chat template makes 'a caption' of a prompt, and the template {kind}"):
+    with pytest.raises(WeightsError, match=f"chat template.*{kind}"):
         make(kind, folder=folder)
     template.unlink()
     with pytest.raises(WeightsError, match="has no chat template"):
