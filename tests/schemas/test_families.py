@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: Files that may name a family, its encoders and its transformer: its rows, and the modules that the rows name.
 ROWS = ("schemas/catalog.py", "schemas/families/")
+ROWS += ("stages/rehearsing/",)  # shapes of tiny checkpoints
 ROWS += ("stages/importing/",)  # names in other trainers, and their keys that contain such names
 ENCODERS = {"qwen"}
 

@@ -84,8 +84,8 @@ def test_what_is_refused(photos: Path, call: Call) -> None:
     (photos / "empty").mkdir()
     for words, name in (
         ((), "not a terminal"),
-        (("--yes", "--media", "empty"), "empty"),
-        (("--yes", "--media", "nowhere"), "not a folder"),
+        (("empty", "--yes"), "empty"),
+        (("nowhere", "--yes"), "not a folder"),
         (("--yes", "--task", "motion"), "trained on clips"),
         (("--yes", "--task", "editing", "--card", "16"), "needs its source"),
         (("--yes", "--card", "small"), "not a memory in GiB"),

@@ -50,7 +50,7 @@ def test_images_are_shown_as_the_encoder_gets_them_and_what_is_left_out_with_its
     assert "200x64 → 64x64@1: resized to 200x64, cropped at (68, 0)" in page.article("wide.png")
 
     assert home.rejects(report) == {"gone.png": "missing", "other.png": "changed"}
-    assert "can't be shown (missing)" in page.article("gone.png")
+    assert "(missing)" in page.article("gone.png")
     assert "can't be shown (changed)" in page.article("other.png")
     assert "too-small" in page.text and "not-an-image" in page.text
     assert len(re.findall(r"small\d\.png: is 20x20, less than minimum_image_size = 50", page.text)) == MAX_EXAMPLES
@@ -59,7 +59,7 @@ def test_images_are_shown_as_the_encoder_gets_them_and_what_is_left_out_with_its
 
 @pytest.mark.slow
 def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
-    home = project("kandinsky5-video-i2v", **video_settings(clip="middle"))
+    home = project("kandinsky5-video-i2v", **video_settings(clip_selection="middle"))
     path = home.video("clip.mp4", frames=48, rate=24)
     planned(home)
     _, page = show(home)

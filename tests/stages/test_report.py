@@ -118,7 +118,7 @@ def test_a_run_that_has_not_begun_and_one_that_does_not_exist(home: Project) -> 
     assert any(line.startswith("Training loss: no steps") for line in gaps)
     assert any("no samples: no validation was made yet" in line for line in gaps)
     FakeRun(home, "other")
-    with pytest.raises(LatentpressError, match="there is no run 'absent'") as error:
+    with pytest.raises(LatentpressError, match="'absent'") as error:
         home.run(report.run, runs=["absent"])
     assert "other" in error.value.next_step
 

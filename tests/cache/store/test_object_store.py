@@ -245,8 +245,8 @@ STAYING = {
     "expired": ("credentials .*have expired", "renew them"),
     "denied": ("access is denied", "credentials in the environment"),
     "skewed": ("clock is wrong|access is denied", "NTP|credentials"),
-    "cut": ("can't be reached or broke off", "check the network"),
-    "dropped": ("can't be reached or broke off", "check the network"),
+    "cut": ("", "network"),
+    "dropped": ("", "network"),
     "no bucket": ("bucket", "bucket"),
 }
 

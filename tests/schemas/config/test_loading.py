@@ -5,9 +5,6 @@ import pytest
 from schemas.config.loading import ConfigError, dump_yaml, load_config, type_at
 from schemas.config.pipeline import Config
 
-OPTIMIZER_KEYS = (
-    "name, arguments, lr, betas, weight_decay, eps, groups, schedule, warmup, lr_end, cycles, power, max_grad_norm"
-)
 BASE = """\
 root: work
 model:
@@ -122,8 +119,8 @@ OPTIMIZER = "  optimizer:\n    lr: 1e-4"
         ("lr: 1e-4", "warmup: 1.5", "11: train.optimizer.warmup: expected an integer, got 1.5"),
         ("lr: 1e-4", "betas: [0.9]", "11: train.optimizer.betas.1: an item is missing"),
         ("lr: 1e-4", "betas: 0.9", "11: train.optimizer.betas: expected a list, got 0.9"),
-        ("lr: 1e-4", "schedule: cosin", "11: train.optimizer.schedule: 'cosin' is not valid (did you mean 'cosine'?)"),
-        ("lr: 1e-4", "LR: 1", f"11: train.optimizer.LR: unknown key; valid: {OPTIMIZER_KEYS}"),
+        ("lr: 1e-4", "schedule: cosin", "11: train.optimizer.schedule: the text 'cosin' is not valid (did you "),
+        ("lr: 1e-4", "LR: 1", "11: train.optimizer.LR: unknown key (did you mean 'lr'?)"),
         ("lr: 1e-4", "warm_up: 1", "11: train.optimizer.warm_up: unknown key (did you mean 'warmup'?)"),
         (
             OPTIMIZER,
@@ -208,7 +205,7 @@ def test_overrides_by_key_index_and_id(write):
         ("datasets.photos=1", "datasets.photos: expected a section, got 1; valid keys: id, "),
         ("model={flavour: x}", "model: model.family: is required"),
         ("trian.lr=1", "trian.lr: unknown key (did you mean 'train'?)"),
-        ("text.batch=1", "text.batch: unknown key; valid: max_length, batch_tokens, precision"),
+        ("text.batch=1", "text.batch: unknown key (did you mean 'batch_tokens'?)"),
         ("train.optimizer.betas.0=1", "train.optimizer.betas.0: the list train.optimizer.betas is not in the file"),
         ("train.steps", "train.steps: is not KEY=VALUE"),
         ("=1", ": is not KEY=VALUE"),

@@ -176,7 +176,7 @@ CLIP = CacheSpec((8, 4), 16)  # its latents have 3 frames of the 9 frames
         (FLUX, {"latent": (4, 1, 8, 12)}, "bucket 96x64@1"),
         (FLUX, {"latent": (16, 1, 8, 12), "mask": (1, 12, 8)}, r"\(1, 8, 12\)"),
         (FLUX, {"latent": (16, 1, 8, 12), "mask": (1, 1, 8, 12)}, "shape"),
-        (FLUX, {"latent": (16, 1, 8, 12), "condition": (16, 2, 8, 12)}, "condition is of shape"),
+        (FLUX, {"latent": (16, 1, 8, 12), "condition": (16, 2, 8, 12)}, "condition"),
         (FLUX, {"embeds": (0, 4)}, "embeds"),
         (FLUX, {}, "no tensors"),
         (CLIP, {"latent": (16, 3, 8, 12), "mask": (3, 8, 12)}, None),

@@ -41,8 +41,8 @@ def test_each_video_keeps_its_own_rate() -> None:
 SELECTIONS = [
     {"clip_selection": "head"},
     {"clip_selection": "middle"},
-    {"clip_selection": "random", "clips": 3},
-    {"clip_selection": "uniform", "clips": 3},
+    {"clip_selection": "random", "clips_per_video": 3},
+    {"clip_selection": "uniform", "clips_per_video": 3},
     {"clip_selection": "chunks"},
     {"clip_selection": "slide", "clip_stride": 50},
 ]

@@ -82,7 +82,7 @@ def test_what_does_not_go_with_the_experts_is_refused(make_config):
         return str(caught.value)
 
     assert "two transformers" in problem(experts=None)
-    assert "wan2.1 has one transformer; remove it" in problem("wan", experts="high")
+    assert "one transformer; remove it" in problem("wan", experts="high")
     assert "set guidance, and remove it" in problem("wan", validation={"guidance_low": 2.0})
     assert "none is in 0.875 to 1" in problem(validation={"eval_sigmas": [0.2, 0.8]})
     assert "none is in 0 to 0.875" in problem(experts="both", timesteps={"sampling": "list", "values": [0.9]})

@@ -37,13 +37,13 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
         assert sorted(ours.keys()) == sorted(theirs.keys())
         header, stock_header = ours.metadata(), theirs.metadata()
     assert header["latentpress.family"] == kind and header["latentpress.step"] == "12"
-    helpers, wanted = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
+    metadata, wanted = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
     # Theirs are peft's suffixes, which mean the same modules in this model; ours are the modules.
-    assert helpers.pop("transformer.target_modules") == sorted(
+    assert metadata.pop("transformer.target_modules") == sorted(
         adapters.choose_targets(Kandinsky5().load(str(tiny(kind))), [Kandinsky5().LORA_TARGETS])
     )
     assert wanted.pop("transformer.target_modules")
-    assert made == wanted
+    assert metadata == wanted
 
 
 @pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", "sana"])

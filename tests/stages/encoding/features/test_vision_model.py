@@ -130,7 +130,7 @@ def test_what_is_no_model_of_pictures_or_draws_by_chance_is_named(tmp_path: Path
         ("config.json", {"backbone": "owner/name"}, "backbone is owner/name"),
         ("config.json", {"model_type": ["vit"]}, "config.json has a value that the model does not accept"),
         ("config.json", {"id2label": "x"}, "config.json has a value that the model does not accept"),
-        ("preprocessor_config.json", {"crop_size": {"height": 10**6}}, "crop_size makes pictures of 1000000 pixels"),
+        ("preprocessor_config.json", {"crop_size": {"height": 10**6}}, "crop_size"),
         ("preprocessor_config.json", {"image_processor_type": 7}, "preprocessor_config.json has a value"),
         ("preprocessor_config.json", {"image_std": [0, 0, 0]}, "NaN or infinite numbers"),
     ],
