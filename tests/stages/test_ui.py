@@ -38,10 +38,10 @@ def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
     assert server.post("/jobs/discover/start").json == {"message": "discover was started"}
     second_answer = server.post("/jobs/discover/start")
     assert (
-        second_answer.status == 409 and "discover is at work already: it was started at" in second_answer.json["error"]
+        second_answer.status == 409 and "discover is already running: it was started at" in second_answer.json["error"]
     )
     conflict = server.post("/jobs/run/start")
-    assert conflict.status == 409 and "run can't start beside discover" in conflict.json["error"]
+    assert conflict.status == 409 and "run can't start while discover" in conflict.json["error"]
     ended = server.wait_for_end("discover")
     assert ended.exit_code == 0
     assert "discover: 1 done" in server.get("/logs/discover").text
@@ -127,7 +127,7 @@ def test_the_token(home: Project) -> None:
         set_cookie = server.post("/login", token="a long enough token").headers["set-cookie"]
         assert "max-age" in set_cookie.lower() and server.get("/", Cookie=set_cookie.partition(";")[0]).status == 200
         name = set_cookie.partition("=")[0]
-        expired = token.make_cookie(now=time.time() - COOKIE_S - 1)
+        expired = token.make_cookie(time_s=time.time() - COOKIE_S - 1)
         later = f"{int(expired.partition('.')[0]) + 10**6}.{expired.partition('.')[2]}"
         for invalid in (expired, later, expired.partition(".")[2], "."):
             assert server.get("/", Cookie=f"{name}={invalid}").status == 303, invalid
@@ -247,9 +247,9 @@ def test_logs_are_shown_without_what_terminals_obey(server: UiServer, home: Proj
     (log_folder / "report.log").write_text("page made again\n")
     (home.folder / "passwords.log").write_text("secret")
     (log_folder / "link.log").symlink_to(home.folder / "passwords.log")
-    assert "/logs/beside-report" in server.get("/logs").text
-    assert "page made again" in server.get("/logs/beside-report").text
-    assert server.get("/logs/beside-link").status == 404 and server.get("/logs/beside-..%2f..%2fx").status == 404
+    assert "/logs/watcher-report" in server.get("/logs").text
+    assert "page made again" in server.get("/logs/watcher-report").text
+    assert server.get("/logs/watcher-link").status == 404 and server.get("/logs/watcher-..%2f..%2fx").status == 404
 
 
 def test_an_invalid_configuration_is_shown_and_starts_nothing(server: UiServer, home: Project) -> None:
