@@ -2,8 +2,10 @@
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,3 +99,16 @@ def test_a_result_is_downloaded_under_the_name_of_the_run(home: Project, server:
     assert (
         server.post("/queue/add", run="run-2", overrides=f"train.adapter.init_from={run.folder}/adapter").status == 200
     )
+
+
+def test_memory_and_load_of_the_card(server: UiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "GiB, load" not in server.get("/").text, "no library or card"
+    library = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda number: number,
+        nvmlDeviceGetMemoryInfo=lambda card: SimpleNamespace(used=3 << 30, total=16 << 30),
+        nvmlDeviceGetUtilizationRates=lambda card: SimpleNamespace(gpu=97),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    assert ">3.0 of 16.0 GiB, load 97 %<" in server.get("/").text

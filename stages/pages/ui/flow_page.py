@@ -18,6 +18,7 @@ from schemas.config.pipeline import Config
 from schemas.config.training import FILE_NAMES
 from schemas.errors import LatentpressError
 from schemas.text_format import format_bytes
+from stages.pages.card_load import read_cards
 from stages.pages.pictures import list_samples
 from stages.pages.result_files import list_results
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
@@ -64,6 +65,7 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
              for key in MEMORY if isinstance(last.get(key), int | float)}  # fmt: skip
     free = {name: find_free_space(folder) for name, folder in (("root", config.root), ("output", config.output))}
     resources |= {f"free for {name}": format_bytes(count) for name, count in free.items() if count is not None}
+    resources |= read_cards()
     files = list_samples(config, config.run_folder)
     steps = spread(sorted({step for steps in files.values() for step in steps}), MAX_STEPS)
     steps_by_name = {name: [step for step in steps if step in paths] or [max(paths)] for name, paths in files.items()}
