@@ -32,7 +32,7 @@ from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
 from cache.store.files import check_writable
 from schemas.cli.console import LOGS, Console, Options, Report, make_app
-from schemas.cli.process_record import record_program
+from schemas.cli.process_record import record_program, recording_programs
 from schemas.cli.report import for_each_expert
 from schemas.cli.starting import install_command
 from schemas.config.encoding import StageName
@@ -86,7 +86,8 @@ def run(
     watchers = Watchers(config, options, console, stop_handler)
     if not options.dry_run and "train" in order and is_running(folder):
         raise OutputLocked(folder)
-    with console.keep_log(None if options.dry_run else folder), stop_handler.stop_on_signals(), note, watchers:
+    notes = nullcontext() if options.dry_run else recording_programs(folder / LOGS)
+    with console.keep_log(None if options.dry_run else folder), stop_handler.stop_on_signals(), note, notes, watchers:
         if not options.dry_run:
             check_writable(folder)
             clear_failure(folder)

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from cache.order.schedule import BatchSchedule
+from cache.runs.requests import CHECKPOINT, SAMPLE
 from cache.runs.training_run import RESULT_NOTE, ResultNote
 from cache.runs.validations import best_checkpoint
 from cache.sets.trainset import TrainSet
@@ -62,7 +63,7 @@ def train(
 def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, Any]:
     """Train a prepared run; returns details for the report."""
     stop = stop or StopRequest()
-    stop.finish_steps(run.accelerator, run.model, run.watch.note)
+    stop.finish_steps(run.accelerator, run.model, run.watch.note, run.folder)
     run.stop = stop
     run.loader.check_waiting = stop.check_waiting
     config = run.config
@@ -83,7 +84,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
             run.watch.note(f"reading step {first + 1}")
             for batches in clock.time_waits(run.loader.steps(first, config.train.steps)):
                 run.watch.note(f"step {batches.step + 1}")
-                stop.check()
+                requests = stop.check()
                 with activity("the first step") if step == first else nullcontext():
                     numbers = train_step(run, batches, unread)
                 if unread is not None:
@@ -92,7 +93,9 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
                 memory = metrics.memory_use(run.accelerator.device)
                 numbers.measured = {**clock.rates(step), **run.loader.data.supply.metrics(), **memory}
                 validates = config.validation.every > 0 and is_due(step, config.train.steps, config.validation.every)
+                validates = validates or SAMPLE in requests
                 saves = is_due(step, config.train.steps, config.train.checkpoint_every, config.train.keep_every)
+                saves = saves or CHECKPOINT in requests
                 if validates or saves or not run.reads_late:
                     record_step(run, record, numbers)
                     unread = None

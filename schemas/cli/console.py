@@ -47,7 +47,7 @@ from schemas.cli.options import (
     SetOption,
     WorkersOption,
 )
-from schemas.cli.process_record import NoteWriter, end_records, record_program
+from schemas.cli.process_record import NoteWriter, end_records, record_program, storable_text
 from schemas.cli.report import Report, fold_message, report_width
 from schemas.cli.starting import hide_line, print_for_reader, show_starting, silence_libraries
 from schemas.errors import (
@@ -508,6 +508,7 @@ def run_program(
     silence_libraries()
     _raise_open_files()
     with record_program(name) as note:
+        failure: LatentpressError | None = None
         console = Console(json=options.json, complete=options.complete_commands, note=note, run_log=RunLog(name))
         show_activities(console)
         speak_by(Speaker(console.log, partial(_end_at_once, name, console)))
@@ -518,7 +519,7 @@ def run_program(
             code = console.print_report(report)
         except LatentpressError as error:
             error.next_step = options.complete_commands(error.next_step)
-            code = console.print_error(name, error)
+            code, failure = console.print_error(name, error), error
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -531,7 +532,9 @@ def run_program(
             show_activities(None)
             speak_by(None)
         if note is not None:
-            note.update(tasks=(), exit_code=code)
+            texts = (failure.message, failure.next_step) if failure is not None else ("", "")
+            reason, advice = map(storable_text, texts)
+            note.update(tasks=(), exit_code=code, reason=reason, advice=advice)
     return code
 
 

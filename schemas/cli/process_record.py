@@ -3,6 +3,7 @@
 Kinds of processes with more information add fields. `RecordWriter` writes each change, `try_read` reads:
 
     <output>/<run>/logs/run.json, $LATENTPRESS_NOTES/<program>.json   programs, by `record_program`
+    <output>/<run>/logs/<program>.json         stages of `latentpress run` in a terminal
     <output>/.ui/starts/<job>.json             programs that the page started (stages/pages/ui/child_programs.py)
     <root>/jobs/<stage>/<fingerprint>/*.json   jobs of the encoding stages (stages/encoding/job_reports.py)
     <output>/<run>/failure.json                the last attempt of a run (cache/runs/training_run.py)
@@ -172,6 +173,20 @@ def record_program(program: str, folder: Path | str | None = None) -> Iterator[N
     finally:
         writer.update(tasks=(), exit_code=1)  # no effect on a record with an exit code
         _writers.remove(writer)
+
+
+@contextmanager
+def recording_programs(folder: Path) -> Iterator[None]:
+    """Context in which programs that this process starts write their records to `folder`, unless $LATENTPRESS_NOTES is
+    set already."""
+    if os.environ.get(NOTES_VARIABLE):
+        yield
+        return
+    os.environ[NOTES_VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(NOTES_VARIABLE, None)
 
 
 def end_records(exit_code: int) -> None:

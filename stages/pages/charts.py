@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -275,8 +275,8 @@ def _build(
                 )
         if kind.is_smooth:
             curves += [replace(curve, name=f"{prefix}each step", is_faint=True) for curve in measured]
-            name = f"{prefix}mean of {SMOOTHED_STEPS} steps"
-            curves += [replace(c, name=name, values=_trailing_mean(c.values, SMOOTHED_STEPS)) for c in measured]
+            averages = [(curve, _moving_average(curve.values)) for curve in measured]
+            curves += [replace(curve, name=f"{prefix}average", values=average) for curve, average in averages]
         else:
             names = [f"{prefix}{curve.name}" if curve.name else prefix[:-2] or kind.title for curve in measured]
             curves += [replace(curve, name=name) for curve, name in zip(measured, names, strict=True)]
@@ -311,12 +311,18 @@ def _name_steps(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps[:MAX_NAMED_STEPS])) + (", ..." if len(steps) > MAX_NAMED_STEPS else "")
 
 
-def _trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """(n,) mean of the finite values among the `window` values that end at each index; NaN if none is finite."""
+def _moving_average(values: np.ndarray) -> np.ndarray:
+    """(n,) exponential averages of the finite values on both sides of each index, divided by the sum of their weights
+    as Adam corrects its bias; NaN if no value is finite. An average of earlier values only would lag above a falling
+    loss. The weights fall by 1 / e over SMOOTHED_STEPS values, over fewer if there are few."""
+    decay = math.exp(-1 / min(SMOOTHED_STEPS, max(1, len(values) // 20)))
     finite = np.isfinite(values)
-    parts = np.where(finite, values, 0.0), finite.astype(np.float64)
-    sums, counts = (np.convolve(part, np.ones(window))[: len(values)] for part in parts)
-    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    parts = np.stack([np.where(finite, values, 0.0), finite.astype(np.float64)])
+    total = -parts  # each value is in the sums of both sides
+    for order in (1, -1):
+        sums = list(accumulate(parts.T[::order], lambda before, value: decay * before + value))
+        total += np.array(sums).reshape(-1, 2)[::order].T
+    return np.divide(total[0], total[1], out=np.full(len(values), np.nan), where=total[1] > 0)
 
 
 def _thin(values: np.ndarray, max_points: int) -> np.ndarray:

@@ -247,7 +247,7 @@ def test_logs_are_shown_without_what_terminals_obey(server: UiServer, home: Proj
     (log_folder / "link.log").symlink_to(home.folder / "passwords.log")
     assert "/logs/watcher-report" in server.get("/logs").text
     assert "page made again" in server.get("/logs/watcher-report").text
-    assert server.get("/logs/watcher-link").status == 404 and server.get("/logs/beside-..%2f..%2fx").status == 404
+    assert server.get("/logs/watcher-link").status == 404 and server.get("/logs/watcher-..%2f..%2fx").status == 404
 
 
 def test_an_invalid_configuration_is_shown_and_starts_nothing(server: UiServer, home: Project) -> None:

@@ -111,6 +111,7 @@ def test_a_rehearsal(
         page.goto(url)
         for card in ("run", "discover", "bucket", "encode-text", "encode-latents", "index", "train", "decode"):
             wait_for_state(page, card, "done", 60.0)
+        page.locator("#stages > summary").click()
         assert "step 2 of 2" in page.locator("#card-train").inner_text()
         page.goto(f"{url}/report")
         report = page.frame_locator("#document")
@@ -239,7 +240,7 @@ def test_entering_with_the_token(project: Callable[..., Project], browser: Any) 
                 page.locator("input").fill("a long enough token")
                 page.keyboard.press("Enter")
             page.wait_for_url(f"{server.url}/")
-            page.locator("#card-discover").wait_for()
+            page.locator("#card-run").wait_for()
             assert page.evaluate("document.cookie") == ""
             page.goto(f"{server.url}/report")
             picture = page.frame_locator("#document").locator("img")

@@ -51,7 +51,7 @@ def test_counts_rates_and_rejects(cards: Any) -> None:
         "discover": "done",
         "bucket": "to do",
         "encode-text": "done",
-        "encode-latents": "to do",
+        "encode-latents": "running",
         "index": "done",
         "train": "to do",
         "decode": "to do",

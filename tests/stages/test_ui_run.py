@@ -60,7 +60,7 @@ def test_numbers_curve_and_pictures(home: Project, server: UiServer) -> None:
     assert curves(text).keys() == {"loss", "eval"} and len(curves(text)["loss"]) == 2
     assert text.index("Steps of two") < text.index("Steps of one"), "in the order of the configuration"
     assert text.count("not decoded yet") == 2 and "<b>a colour" not in text
-    assert re.findall(r">(step \d+)</a>", text) == 2 * ["step 40", "step 20", "step 0"]
+    assert re.findall(r">(step \d+)</a>", text) == 2 * ["step 20"] + 2 * ["step 0", "step 20", "step 40"]
     (address, *_) = re.findall(r'<img src="([^"]+)"', text)
     picture = server.get(address.replace("&amp;", "&"))
     assert picture.status == 200 and picture.headers["content-type"] == "image/png"
@@ -69,12 +69,12 @@ def test_numbers_curve_and_pictures(home: Project, server: UiServer) -> None:
 def test_a_curve_of_a_run_that_grows(home: Project) -> None:
     run, history = FakeRun(home), MetricsHistory()
     path = run.folder / "metrics.jsonl"
-    assert history.draw(path) == ([], {})
+    assert history.draw(path) == ([], {}, [])
     run.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 6)))
     run.metrics(step_line(6, loss=9.0, host_memory_gib=3.0))
-    assert history.draw(path) == ([], {}), "too early for another draw"
+    assert history.draw(path) == ([], {}, []), "too early for another draw"
     history._next_draw_s = 0.0
-    charts, last = history.draw(path)
+    charts, last, _ = history.draw(path)
     assert [(chart.key, chart.curves[0].steps.tolist()) for chart in charts] == [
         ("loss", [1, 2, 3, 4, 5, 6]), ("eval", [0])]  # fmt: skip
     assert last["host_memory_gib"] == 3.0
@@ -88,7 +88,7 @@ def test_pictures_large_and_two_steps_next_to_each_other(home: Project, server: 
     every = server.get("/pictures").text
     assert every.count("<figure>") == 7 and "<video" in every
     pair = server.get("/pictures?step=20&second=0").text
-    assert re.findall(r">(step \d+)</a>", pair) == ["step 20", "step 0", "step 20", "step 0", "step 20"]
+    assert re.findall(r">(step \d+)</a>", pair) == ["step 0", "step 20", "step 0", "step 20", "step 20"]
 
     one = server.get("/pictures/one?name=two&step=20&second=0").text
     assert one.index("<h2>step 0</h2>") < one.index("<h2>step 20</h2>") and one.count("another @everyone") == 2

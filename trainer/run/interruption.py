@@ -5,11 +5,12 @@ All ranks stop after the same step, because they sum the number of ranks with a 
 forward signals to the ranks, sometimes late and sometimes twice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cache.runs.requests import REQUESTS, STOP, take_request
 from cache.runs.training_run import METRICS_FILE, clear_failure, read_metrics
 from schemas.cli.console import Console
 from schemas.config.training import Train
@@ -56,11 +57,12 @@ class StopRequest:
         self._handler.raises = ranks == 1
         self._accelerator: Accelerator | None = None
         self._on_check: Callable[[], None] = lambda: None
+        self._folder: Path | None = None
 
     @property
     def reason(self) -> str:
         """The reason to stop, like "SIGTERM" or "--max-time"."""
-        return self._handler.reason or "a signal to another rank"
+        return self._handler.reason or "a request, or a signal to another rank"
 
     @contextmanager
     def on_signals(self, folder: Path, settings: Train, is_main: bool) -> Iterator[None]:
@@ -79,18 +81,30 @@ class StopRequest:
             yield
 
     def finish_steps(
-        self, accelerator: "Accelerator", model: "torch.nn.Module", on_check: Callable[[], None] = lambda: None
+        self,
+        accelerator: "Accelerator",
+        model: "torch.nn.Module",
+        on_check: Callable[[], None] = lambda: None,
+        folder: Path | None = None,
     ) -> None:
         """From now on, a signal does not interrupt at once. `check` raises StopTraining, and a forward pass of the
         model in eval mode raises StopValidation, because a validation of videos takes longer than the time that
-        schedulers give after SIGTERM. on_check: function called at each check."""
+        schedulers give after SIGTERM. on_check: function called at each check. folder: the run's folder, whose requests
+        the main process serves; earlier requests are dropped."""
+        self._folder = folder if accelerator.is_main_process else None
+        self._take_requests(REQUESTS)
         self._handler.raises, self._accelerator, self._on_check = False, accelerator, on_check
         self.stop_validation(model)
 
     def stop_validation(self, model: "torch.nn.Module") -> None:
         """Add a hook, so that a forward pass of the model in eval mode raises StopValidation if training was asked to
         stop."""
-        model.register_forward_pre_hook(lambda model, _: None if model.training else self.check(StopValidation))
+
+        def check(model: "torch.nn.Module", _: object) -> None:
+            if not model.training:
+                self.check(StopValidation)
+
+        model.register_forward_pre_hook(check)
 
     def _report_stop(self) -> None:
         if self._console is not None and not self._handler.raises:
@@ -104,17 +118,24 @@ class StopRequest:
         if self._handler.reason and self._accelerator is not None and self._accelerator.num_processes == 1:
             raise StopTraining
 
-    def check(self, stopped: type[StopTraining] = StopTraining) -> None:
-        """Raise `stopped` on all ranks if any rank was asked to stop. Every rank must call it equally often."""
+    def _take_requests(self, requests: Sequence[str]) -> list[bool]:
+        """Whether each request was made; they are removed."""
+        return [self._folder is not None and take_request(self._folder, request) for request in requests]
+
+    def check(self, stopped: type[StopTraining] = StopTraining) -> set[str]:
+        """Raise `stopped` on all ranks if any rank was asked to stop. Every rank must call it equally often. Returns
+        the other requests, to serve after the step, equal on all ranks; a validation leaves them to the next step."""
         self._on_check()
-        is_requested, accelerator = bool(self._handler.reason), self._accelerator
+        requests = REQUESTS if stopped is StopTraining else (STOP,)
+        asked, accelerator = [*self._take_requests(requests), bool(self._handler.reason)], self._accelerator
         if accelerator is not None and accelerator.num_processes > 1:
             import torch
 
-            total = accelerator.reduce(torch.tensor(float(is_requested), device=accelerator.device), "sum")
-            is_requested = bool(total > 0)
-        if is_requested:
+            totals = accelerator.reduce(torch.tensor([float(one) for one in asked], device=accelerator.device), "sum")
+            asked = [total > 0 for total in totals.tolist()]
+        if any(asked[-2:]):  # a request to stop, or a signal
             raise stopped
+        return {request for request, is_asked in zip(requests, asked, strict=False) if is_asked}
 
 
 def describe_progress(folder: Path, steps: int) -> str:

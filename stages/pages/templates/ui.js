@@ -40,11 +40,12 @@ function swap(place, fresh) {
   const focused = document.activeElement && place.contains(document.activeElement) ? document.activeElement.id : "";
   const oldParts = [...place.children], newParts = [...fresh.children];
   if (oldParts.length !== newParts.length || oldParts.some((old, number) => old.id !== newParts[number].id)) {
+    for (const part of newParts) if (part.tagName === "DETAILS") part.open = document.getElementById(part.id)?.open;
     place.replaceChildren(...newParts);
   } else {
     oldParts.forEach((old, number) => {
       if (old.outerHTML === newParts[number].outerHTML) return;
-      if (old.tagName === "OL") swap(old, newParts[number]);
+      if (["OL", "DETAILS"].includes(old.tagName)) swap(old, newParts[number]);
       else old.replaceWith(newParts[number]);
     });
   }

@@ -23,6 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import BaseRoute, Route
 
 from cache.runs.training_run import read_metrics, run_at_work
+from cache.runs.validations import best_steps
 from cache.store.store import Store
 from schemas.cli.console import Options, Report
 from schemas.config.loading import ConfigError, load_config
@@ -51,16 +52,17 @@ class MetricsHistory:
 
     def __init__(self) -> None:
         self._path, self._next_draw_s = Path(), 0.0
-        self._drawing: tuple[list[Chart], Mapping[str, Any]] = ([], {})
+        self._drawing: tuple[list[Chart], Mapping[str, Any], Sequence[Mapping[str, Any]]] = ([], {}, ())
 
-    def draw(self, path: Path) -> tuple[list[Chart], Mapping[str, Any]]:
-        """Returns (charts with curves, metrics of the last step). For a long run, both may be some time old."""
+    def draw(self, path: Path) -> tuple[list[Chart], Mapping[str, Any], Sequence[Mapping[str, Any]]]:
+        """Returns (charts with curves, metrics of the last step, best steps). For a long run, they may be some time
+        old."""
         began = time.monotonic()
         if self._path != path or began > self._next_draw_s:
             lines = read_metrics(path)
             charts = [chart for chart in build_charts([("", lines)], ("loss", "eval")) if chart.curves]
             last: Mapping[str, Any] = next((line for line in reversed(lines) if "loss" in line), {})
-            self._path, self._drawing = path, (charts, last)
+            self._path, self._drawing = path, (charts, last, best_steps(path.parent))
             ended = time.monotonic()
             self._next_draw_s = ended + (ended - began) * DRAWING_PAUSE_FACTOR
         return self._drawing

@@ -25,13 +25,7 @@ from typing import IO, Any
 from cache.runs.run_queue import RunQueue
 from cache.store.files import FileLock, explained, make_folders
 from cache.store.layout import STAGE_PROGRAMS
-from schemas.cli.process_record import (
-    NOTES_VARIABLE,
-    Moment,
-    ProcessRecord,
-    find_process_start,
-    read_notes,
-)
+from schemas.cli.process_record import NOTES_VARIABLE, Moment, ProcessRecord, find_process_start, read_notes
 from schemas.cli.starting import start_program
 from schemas.errors import LatentpressError
 
@@ -58,6 +52,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in (*STAGES, "run", "report", "preview")},
     "preview-plan": ("preview", "--plan"),
     "queue": ("queue", "run"),
+    "export-adapter": ("export-adapter",),
     "thumbnails": ("pages.thumbnails",),
     "caption-thumbnails": ("pages.thumbnails",),
 }
@@ -119,10 +114,8 @@ class ChildPrograms:
 
     def _refuse_conflict(self, name: str, running_job: str) -> None:
         last: ProcessRecord | None = self.last_start(running_job)
-        if running_job == "queue" and not (
-            last and last.is_running
-        ):  # the queue may have been started on a command line
-            last = self.queue.worker()
+        if running_job == "queue" and not (last and last.is_running):
+            last = self.queue.worker()  # the queue may have been started on a command line
         if last is None or not (last.is_running or last.runs_elsewhere):
             return
         place = "" if last.is_running else f" on {last.host}"

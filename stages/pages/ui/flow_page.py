@@ -1,6 +1,5 @@
-"""The first page. At the top: progress of the run, loss, memory and disk space, and the newest pictures next to earlier
-ones; before training, the counts of the prepared data. Below: the stages as a flow, with their buttons. Running jobs
-are drawn again every two seconds."""
+"""The first page: what the run needs next, with one button; its result or its failure; progress, newest pictures, loss,
+memory and disk space. Below: the stages, folded, with their buttons. Running jobs are drawn again every two seconds."""
 
 from collections.abc import Sequence
 from itertools import chain, takewhile
@@ -9,18 +8,30 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
-from cache.runs.training_run import METRICS_FILE, RunProgress, read_progress, spread
+from cache.runs.requests import REQUESTS, ask_trainer
+from cache.runs.training_run import METRICS_FILE, RunProgress, is_running, read_progress, spread
 from cache.store.files import find_free_space
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
+from schemas.config.training import FILE_NAMES
 from schemas.errors import LatentpressError
 from schemas.text_format import format_bytes
+from stages.pages.card_load import read_cards
 from stages.pages.pictures import list_samples
+from stages.pages.result_files import list_results
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, Refused
-from stages.pages.ui.job_cards import Card, build_cards, build_run_card
+from stages.pages.ui.job_cards import (
+    ACTIVE_STATES,
+    TERMINAL,
+    Card,
+    build_cards,
+    build_job_card,
+    build_run_card,
+    find_failure,
+)
 from stages.pages.ui.pictures_page import make_row
 
 MAX_ROWS, MAX_STEPS = 4, 5  # rows and columns of pictures
@@ -49,11 +60,12 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
     facts = {label: row[key] for key, label in LABELS.items() if row[key]}
     if progress.state == "not started":
         facts = {"ready": ", ".join(counts) or "nothing yet", "steps": str(progress.steps)}
-    charts, last = site.metrics.draw(config.run_folder / METRICS_FILE)
+    charts, last, _ = site.metrics.draw(config.run_folder / METRICS_FILE)
     resources = {f"peak {key.removesuffix('_gib').replace('_', ' ')}": f"{last[key]:.1f} GiB"
              for key in MEMORY if isinstance(last.get(key), int | float)}  # fmt: skip
     free = {name: find_free_space(folder) for name, folder in (("root", config.root), ("output", config.output))}
     resources |= {f"free for {name}": format_bytes(count) for name, count in free.items() if count is not None}
+    resources |= read_cards()
     files = list_samples(config, config.run_folder)
     steps = spread(sorted({step for steps in files.values() for step in steps}), MAX_STEPS)
     steps_by_name = {name: [step for step in steps if step in paths] or [max(paths)] for name, paths in files.items()}
@@ -63,6 +75,35 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
         note = "No pictures are made, because validation.prompts is empty."
     pictures = {"rows": rows, "left_out": len(files) - len(rows), "no_pictures": "" if rows else note}
     return {"state": progress.state, "facts": facts, "resources": resources, "charts": charts, **pictures}
+
+
+def describe_result(site: Site, config: Config) -> dict[str, Any]:
+    """Values for the result of a finished run."""
+    files = [(name, path, format_bytes(path.stat().st_size)) for name, path in list_results(config).items()]
+    best = site.metrics.draw(config.run_folder / METRICS_FILE)[2]
+    is_lora = config.train.adapter.type == "lora" and not config.train.adapter.dora
+    is_missing = is_lora and not (config.result_folder / FILE_NAMES["comfyui"]).exists()
+    export = build_job_card("export-adapter", "", site.programs) if is_missing else None
+    return {"files": files, "folder": config.result_folder, "best": best, "export": export, "config": config}
+
+
+def download(request: Request) -> Response:
+    name = request.path_params["name"]
+    path = list_results(site_of(request).config()).get(name)
+    if path is None:
+        raise HTTPException(404, "the file does not exist")
+    return FileResponse(path, media_type="application/octet-stream", filename=name)
+
+
+def ask(request: Request, form: Form) -> str:
+    """Ask the trainer for a sample, a checkpoint or its end, after the current step."""
+    name, folder = request.path_params["request"], site_of(request).config().run_folder
+    if name not in REQUESTS:
+        raise HTTPException(404, f"the trainer does not have the action {name!r}")
+    if not is_running(folder):
+        raise Refused("training is not running", "start it first")
+    ask_trainer(folder, name)
+    return f"{name}: after the current step"
 
 
 def find_first_steps(config: Config) -> dict[str, Any]:
@@ -81,24 +122,29 @@ def show(request: Request) -> Response:
     problem = status if isinstance(status, LatentpressError) else None
     progress = read_progress(config)
     steps = build_cards(config, site.programs, status, progress)
-    run_card = build_run_card(site.programs, steps, status is not None and problem is None)
+    run_card = build_run_card(site.programs, steps, status is not None and problem is None, config)
+    if progress.state == "running" and run_card.state not in ACTIVE_STATES:  # the stage alone, or a torchrun
+        run_card.state, run_card.remark, run_card.actions = "running", f"train, {TERMINAL}", []
+    failure, cards = find_failure(config, site.programs), [run_card, *chain.from_iterable(steps)]
+    if run_card.state in ACTIVE_STATES:  # another attempt has begun
+        failure = None
+    for card in cards:
+        if failure is not None and card.state in ("to do", "failed") and card.name in (failure.program, "run"):
+            card.state, card.remark = "failed", failure.message
     before = takewhile(lambda card: card.name != "train", chain.from_iterable(steps))
     counts = [f"{card.name} {card.count}" for card in before if card.count]
     content: dict[str, Any] = {"first": find_first_steps(config) if _is_empty(progress, status, run_card) else None}
-    content |= {"run_card": run_card, "steps": steps, "problem": problem, "reading": status is None}
+    content |= {"run_card": run_card, "steps": steps, "problem": problem, "reading": status is None, "cards": cards[1:]}
+    content |= {"failure": failure, "result": describe_result(site, config) if progress.state == "finished" else None}
     return render(request, "flow.html", title="Run", summary=summarize_run(site, config, progress, counts), **content)
 
 
 def _is_empty(progress: RunProgress, status: Report | LatentpressError | None, run_card: Card) -> bool:
     """Whether the project does not have any results, and `run` can be started and was not tried."""
-    if (
-        progress.state != "not started"
-        or not isinstance(status, Report)
-        or run_card.actions != ["start"]
-        or run_card.remark
-    ):
+    if progress.state != "not started" or run_card.actions != ["start"] or run_card.remark:
         return False
-    return not any(row["done"] or row["rejected"] for row in status.details["stages"])
+    rows = status.details["stages"] if isinstance(status, Report) else [{"done": 1}]
+    return not any(row["done"] or row["rejected"] for row in rows)
 
 
 def act(request: Request, form: Form) -> str:
@@ -113,4 +159,13 @@ def act(request: Request, form: Form) -> str:
     return DONE_WORDS[verb].format(name)
 
 
-PAGE = Page("Run", "/", (get("/", show), action("/jobs/{job}/{verb}", act)))
+PAGE = Page(
+    "Run",
+    "/",
+    (
+        get("/", show),
+        get("/result/{name}", download),
+        action("/training/{request}", ask),
+        action("/jobs/{job}/{verb}", act),
+    ),
+)

@@ -4,13 +4,14 @@ programs, and the actions of the card's buttons."""
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cache.runs.scores import read_lines
-from cache.runs.training_run import RunProgress, read_progress
+from cache.runs.training_run import RunProgress, may_be_running, read_failure, read_progress
 from cache.runs.validations import list_validations
 from cache.store.layout import STAGE_PROGRAMS
-from schemas.cli.process_record import ProcessRecord
+from schemas.cli.console import LOGS
+from schemas.cli.process_record import ProcessRecord, read_notes
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
@@ -20,6 +21,7 @@ from stages.pages.ui.child_programs import NEED_OPTIONS, STAGES, ChildPrograms, 
 EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
 ACTIVE_STATES = ("running", "stopping", "restarting")
 REPORTED_STATES = ("running", "lost", "failed")  # states of jobs on all machines that a card mentions
+TERMINAL = "in a terminal"  # remark of jobs that were not started from the page
 
 
 @dataclass
@@ -64,7 +66,8 @@ def build_cards(
         card = build_job_card(name, STAGES[name], programs)
         for job, note in notes.get(name, ()):
             if card.state not in ACTIVE_STATES:  # `run` or the queue started the program
-                card.state, card.remark, card.actions, card.log = "running", f"for {_ago(note.began)}", [], job
+                since = f"for {_ago(note.began)}" if job else f"for {_ago(note.began)}, {TERMINAL}"
+                card.state, card.remark, card.actions, card.log = "running", since, [], job
         _add_counts(card, config, status, by_stage.get(name), progress)
         _add_notes(card, notes.get(name, ()))
         if name.startswith("encode-") and steps and steps[-1][0].name.startswith("encode-"):
@@ -74,12 +77,38 @@ def build_cards(
     return steps
 
 
-def build_run_card(programs: ChildPrograms, steps: Sequence[Sequence[Card]], is_known: bool) -> Card:
-    """The card of `run`, which is done when each of its stages is done. is_known: whether the status has been read."""
-    card = build_job_card("run", "runs every stage in order, and skips finished work", programs)
+def build_run_card(
+    programs: ChildPrograms, steps: Sequence[Sequence[Card]], is_known: bool, config: Config | None = None
+) -> Card:
+    """The card of `run`, which is done when each of its stages is done. is_known: whether the status has been read.
+    config: configuration of a run that may have been started in a terminal."""
+    card = build_job_card("run", "prepares the pictures and captions, and trains; finished work is skipped", programs)
+    note = ProcessRecord.try_read(config.run_folder / LOGS / "run.json") if config is not None else None
+    if note is not None and note.is_running and card.state not in ACTIVE_STATES:
+        card.state, card.remark, card.actions = "running", f"for {_ago(note.began)}, {TERMINAL}", []
     if is_known:
         _settle(card, all(stage.state == "done" for step in steps for stage in step))
     return card
+
+
+class Failure(NamedTuple):
+    """What ended with an error: a program, on the page or in a terminal; the error and its next step."""
+
+    program: str
+    message: str
+    next_step: str
+
+
+def find_failure(config: Config, programs: ChildPrograms) -> Failure | None:
+    """Find the failure of the last attempt; None if the attempt succeeded, was stopped, or is running."""
+    record = read_failure(config.run_folder)
+    if record is None:
+        jobs = {job: start for job in ("run", *STAGES) if (start := programs.last_start(job)) is not None}
+        last = max(jobs, key=lambda job: jobs[job].began, default="")
+        record = next((note for note in programs.notes(last) if note.state == "failed" and note.reason), None)
+    elif record.is_running or may_be_running(config.run_folder, elsewhere=True):
+        return None
+    return None if record is None else Failure(record.program, record.reason, record.advice)
 
 
 def build_job_card(name: str, description: str, programs: ChildPrograms) -> Card:
@@ -147,11 +176,8 @@ def _add_counts(
         return _add_pictures(card, config, progress.state == "finished")
     if card.name == "index":
         training_set = status.details.get("training_set", "") if isinstance(status, Report) else ""
-        card.facts += (
-            [training_set.partition(":")[0] if training_set.startswith("none yet") else training_set]
-            if training_set
-            else []
-        )
+        is_absent = training_set.startswith("none yet")
+        card.facts += [training_set.partition(":")[0] if is_absent else training_set] if training_set else []
         _settle(card, training_set.startswith("sets/") and "older" not in training_set)
         return None
     if row is None:
@@ -166,6 +192,8 @@ def _add_counts(
         jobs = row.get("jobs", "")
         if any(word in jobs for word in REPORTED_STATES) and not (jobs == "1 running" and card.state in ACTIVE_STATES):
             card.facts.append(f"jobs: {jobs}")
+            if "running" in jobs and card.state not in ACTIVE_STATES:
+                card.state, card.remark = "running", TERMINAL
     card.rejects = row["rejected"]
     return _settle(card, not remaining and (finished or row["rejected"]) > 0)
 
@@ -179,16 +207,15 @@ def _settle(card: Card, is_done: bool) -> None:
 
 def _add_training(card: Card, progress: RunProgress) -> None:
     card.progress, card.total, card.count = progress.step, progress.steps, f"step {progress.step} of {progress.steps}"
-    card.rate = (
-        f"{progress.samples_per_s:.3g} samples/s" if progress.samples_per_s and progress.state == "running" else ""
-    )
+    if progress.samples_per_s and progress.state == "running":
+        card.rate = f"{progress.samples_per_s:.3g} samples/s"
     if progress.seconds_left is not None:
         card.time_left = f"{format_duration(progress.seconds_left)} left"
     card.facts += [f"loss {progress.loss:.4g}"] if progress.loss is not None else []
     card.facts += [f"eval loss {progress.eval_loss}"] if progress.eval_loss else []
     card.facts += [f"last checkpoint: step {progress.checkpoint}"] if progress.checkpoint is not None else []
     if progress.state == "running" and card.state not in ACTIVE_STATES:
-        card.state, card.remark = "running", "not started from this page"
+        card.state, card.remark, card.actions = "running", TERMINAL, []
     else:
         _settle(card, progress.state == "finished")
 
@@ -208,12 +235,16 @@ def _add_pictures(card: Card, config: Config, is_finished: bool) -> None:
 
 def _notes_by_program(programs: ChildPrograms, config: Config) -> dict[str, list[tuple[str, ProcessRecord]]]:
     """The records of running programs: program -> [(job that started it, record)]. The job `run` has the records of its
-    stages, and the queue has the records of its current run, if this is the configuration's run."""
+    stages, and the queue has the records of its current run, if this is the configuration's run. The job "" is a
+    terminal."""
     notes: dict[str, list[tuple[str, ProcessRecord]]] = {}
     for job in (*STAGES, "run", *(("queue",) if programs.queue.runs(config.run_folder) else ())):
         for note in programs.notes(job):
             if note.is_running:
                 notes.setdefault(note.program, []).append((job, note))
+    for note in read_notes(config.run_folder / LOGS):
+        if note.is_running and note.program not in notes:
+            notes[note.program] = [("", note)]
     return notes
 
 

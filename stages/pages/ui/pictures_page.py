@@ -4,6 +4,7 @@ full size with its prompt and settings. The files are served by the route of doc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
@@ -22,7 +23,7 @@ ONE = f"{PICTURES}/one"
 
 @dataclass(frozen=True)
 class Row:
-    """A sample at several steps, newest first. prompt: prompt of the newest step."""
+    """A sample at several steps, from the oldest to the newest. prompt: prompt of the newest step."""
 
     name: str
     prompt: str
@@ -32,7 +33,7 @@ class Row:
 def make_row(site: Site, config: Config, name: str, files: dict[int, Path | None], steps: Sequence[int]) -> Row:
     """Make the row of a sample. files: step -> file, as returned by `list_samples`. steps: steps to show."""
     prompt = describe(config, config.run_folder, name, max(files))["prompt"]
-    figures = [make_figure(site, name, step, files[step]) for step in sorted(steps, reverse=True)]
+    figures = [make_figure(site, name, step, files[step]) for step in sorted(steps)]
     return Row(name, prompt, Gallery(figures, "steps"))
 
 
@@ -66,20 +67,10 @@ def show_all(request: Request) -> Response:
     steps_by_name = {
         name: [step for step in shown_steps if step in paths] for name, paths in list(files.items())[:MAX_ROWS]
     }
-    return render(
-        request,
-        "pictures.html",
-        title="Pictures",
-        rows=[
-            make_row(site, config, name, files[name], row_steps)
-            for name, row_steps in steps_by_name.items()
-            if row_steps
-        ],
-        total=len(files),
-        steps=steps[::-1],
-        left_out=0 if pair else len(steps) - len(shown_steps),
-        pair=pair,
-    )
+    rows = [make_row(site, config, name, files[name], row) for name, row in steps_by_name.items() if row]
+    left_out = 0 if pair else len(steps) - len(shown_steps)
+    content: dict[str, Any] = {"rows": rows, "total": len(files), "steps": steps[::-1], "pair": pair}
+    return render(request, "pictures.html", title="Pictures", left_out=left_out, **content)
 
 
 def show_one(request: Request) -> Response:
@@ -101,20 +92,12 @@ def show_one(request: Request) -> Response:
         "above": make_link(site, names[number - 1], step, second_step) if number else "",
         "below": make_link(site, names[number + 1], step, second_step) if number + 1 < len(names) else "",
     }
-    return render(
-        request,
-        "picture.html",
-        title=name,
-        cells=[
-            (one, find_picture(site, files[name][one]), describe(config, config.run_folder, name, one))
-            for one in shown_steps
-        ],
-        name=name,
-        step=step,
-        second_step=second_step,
-        steps=steps[::-1],
-        around=around,
-    )
+    cells = [
+        (one, find_picture(site, files[name][one]), describe(config, config.run_folder, name, one))
+        for one in shown_steps
+    ]
+    content: dict[str, Any] = {"cells": cells, "name": name, "step": step, "second_step": second_step}
+    return render(request, "picture.html", title=name, steps=steps[::-1], around=around, **content)
 
 
 def find_step(request: Request, key: str, steps: Sequence[int]) -> int | None:

@@ -24,6 +24,7 @@ from stages.configuring.questions import make_name
 from stages.pages.pictures import list_samples
 from stages.pages.ui.app import Page, Site, build_app, get, render
 from stages.pages.ui.child_programs import JOBS
+from stages.pages.ui.job_cards import find_failure
 from stages.pages.ui.pictures_page import make_figure
 
 BASE = "/p"  # prefix of the projects' paths
@@ -150,30 +151,24 @@ def summarize_project(project: Project) -> dict[str, Any]:
     jobs = [job for job, start in starts.items() if start is not None and start.is_running]
     if progress.state == "running" and not {"train", "run", "queue"} & set(jobs):
         jobs.append("train")  # started on a command line
-    newest = max(
-        (
-            (step, name, path)
-            for name, steps in list_samples(config, config.run_folder).items()
-            for step, path in steps.items()
-            if path
-        ),
-        default=None,
-        key=lambda picture: picture[0],
-    )
+    samples = list_samples(config, config.run_folder).items()
+    pictures = [(step, name, path) for name, steps in samples for step, path in steps.items() if path]
+    newest = max(pictures, default=None, key=lambda picture: picture[0])
     rows = status.details["stages"] if isinstance(status, Report) else []
+    failure = None if jobs else find_failure(config, site.programs)
     return {
         "name": project.name,
         "link": f"{site.base}/",
         "path": str(project.path),
         "run": config.run_name,
         "jobs": jobs,
-        "state": progress.state,
+        "state": "failed" if failure else progress.state,
         "done": progress.step,
         "total": progress.steps,
         "left": "" if progress.seconds_left is None else f"{format_duration(progress.seconds_left)} left",
         "picture": make_figure(site, newest[1], newest[0], newest[2]) if newest else None,
         "rejects": sum(row["rejected"] for row in rows) if isinstance(status, Report) else None,
-        "problem": site.config_error or (status if isinstance(status, LatentpressError) else None),
+        "problem": site.config_error or (status if isinstance(status, LatentpressError) else failure),
     }
 
 
@@ -184,15 +179,8 @@ def _show_overview(projects: Projects, request: Request) -> Response:
     except LatentpressError as error:
         problem = error
     rows = [summarize_project(project) for project in projects.opened()]
-    return render(
-        request,
-        "projects/overview.html",
-        title="Projects",
-        rows=rows,
-        invalid=projects.invalid,
-        folder=projects.folder,
-        problem=problem,
-    )
+    content: dict[str, Any] = {"rows": rows, "invalid": projects.invalid, "folder": projects.folder}
+    return render(request, "projects/overview.html", title="Projects", problem=problem, **content)
 
 
 def make_overview_page(projects: Projects) -> Page:

@@ -7,6 +7,7 @@ of each log, followed as it grows. Rejected items are listed by stage and reason
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -43,17 +44,8 @@ def show_logs(request: Request) -> Response:
         raise HTTPException(404, f"{name} was not started yet")
     log = find_log(request)
     text, start, end = read_piece(log, None, _has_ended(request))
-    return render(
-        request,
-        "log.html",
-        title=f"Log of {name}",
-        job=name,
-        logs=logs,
-        log_name=log.name,
-        text=text,
-        cut=start,
-        end=end,
-    )
+    content: dict[str, Any] = {"job": name, "logs": logs, "log_name": log.name, "text": text}
+    return render(request, "log.html", title=f"Log of {name}", cut=start, end=end, **content)
 
 
 def tail(request: Request) -> Response:

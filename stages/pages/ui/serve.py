@@ -103,13 +103,8 @@ class _Protocol(H11Protocol):
         self._set_limit()
         connections = [connection for connection in self.connections if isinstance(connection, _Protocol)]
         same_address = [connection for connection in connections if _address(connection) == _address(self)]
-        crowd = (
-            same_address
-            if len(same_address) > MAX_CONNECTIONS
-            else connections
-            if len(connections) >= MAX_REQUESTS
-            else []
-        )
+        crowd = connections if len(connections) >= MAX_REQUESTS else []
+        crowd = same_address if len(same_address) > MAX_CONNECTIONS else crowd
         if waiting := [(connection._ending.when(), connection) for connection in crowd if connection._ending]:
             _, oldest = min(waiting, key=lambda pair: pair[0])
             oldest.connections.discard(oldest)
