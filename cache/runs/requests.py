@@ -1,5 +1,5 @@
-"""Requests to a trainer that is running: for each, an empty file in the folder of the run. The training loop looks once a
-step, and removes the file of the request that it serves. So requests also reach trainers of other machines."""
+"""Requests to a running trainer: for each, an empty file in the folder of the run. The training loop looks once a step,
+and removes the file of the request that it serves. So requests also reach trainers on other machines."""
 
 from contextlib import suppress
 from pathlib import Path
