@@ -76,7 +76,7 @@ def test_no_page_is_wider_than_the_window(
     ):
         page.goto(server.url + path)
         assert page.evaluate("document.documentElement.scrollWidth") == width, path
-        assert page.locator("h1").count() == 1 and page.locator("nav [aria-current]").count() <= 1
+        assert page.locator("h1").count() == 1 and page.locator("header nav [aria-current]").count() <= 1
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
         dark = max(map(int, re.findall(r"\d+", colour)[:3])) < 50
         assert dark == (scheme == "dark")

@@ -25,7 +25,6 @@ from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, Refused
 from stages.pages.ui.job_cards import (
     ACTIVE_STATES,
-    TERMINAL,
     Card,
     build_cards,
     build_job_card,
@@ -123,8 +122,9 @@ def show(request: Request) -> Response:
     progress = read_progress(config)
     steps = build_cards(config, site.programs, status, progress)
     run_card = build_run_card(site.programs, steps, status is not None and problem is None, config)
-    if progress.state == "running" and run_card.state not in ACTIVE_STATES:  # the stage alone, or a torchrun
-        run_card.state, run_card.remark, run_card.actions = "running", f"train, {TERMINAL}", []
+    if progress.state == "running" and run_card.state not in ACTIVE_STATES:  # without `run`, or by the queue
+        remark = next((f"train, {card.remark}" for card in chain.from_iterable(steps) if card.name == "train"), "")
+        run_card.state, run_card.remark, run_card.actions = "running", remark, []
     failure, cards = find_failure(config, site.programs), [run_card, *chain.from_iterable(steps)]
     if run_card.state in ACTIVE_STATES:  # another attempt has begun
         failure = None
