@@ -16,7 +16,7 @@ from stages.pages.ui.child_programs import Start
 from stages.pages.ui.guard import Token
 from stages.pages.ui.projects import Projects
 from stages.pages.ui.proposals import Proposals
-from stages.pages.ui.serve import guarded_app, make_server, open_socket
+from stages.pages.ui.serve import build_guarded_app, make_server, open_socket
 from stages.ui import list_places, open_projects
 from tests.background import until
 from tests.project import Project
@@ -98,7 +98,7 @@ def projects_server(
     proposals = Proposals()
     listener = open_socket("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = make_server(guarded_app(projects, list_places(projects, browse), proposals, host, port, token))
+    server = make_server(build_guarded_app(projects, list_places(projects, browse), proposals, host, port, token))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

@@ -99,12 +99,27 @@ document.addEventListener("submit", async (event) => {
     const result = await answer.json();
     showMessage(result.message || [result.error, result.next_step].filter(Boolean).join("\n"), !answer.ok);
     if (answer.ok && form.dataset.then === "reload") location.reload();
+    if (answer.ok && form.dataset.then === "keep") await keepField(form);
   } catch (error) {
     showMessage("The server did not answer; load the page again.", true);
   }
   form.ariaBusy = null;
   await refresh();
 });
+
+// After a caption is saved, all parts of its item except the field are replaced.
+async function keepField(form) {
+  const item = form.closest("li"), text = form.elements.text.value;
+  form.elements.before.value = JSON.stringify(text.split(/\r\n?|\n/).map((line) => line.trim()).filter(Boolean));
+  const fresh = new DOMParser().parseFromString(await (await ask(location.href)).text(), "text/html").getElementById(item.id);
+  if (!fresh) return;
+  fresh.querySelector(".soft") && item.querySelector(".soft").replaceWith(fresh.querySelector(".soft"));
+  item.querySelector("details")?.remove();
+  if (fresh.querySelector("details")) form.after(fresh.querySelector("details"));
+}
+for (const form of document.querySelectorAll("[data-then=keep]")) {
+  form.addEventListener("change", () => form.requestSubmit());
+}
 
 for (const choice of document.querySelectorAll("[data-go]")) {
   choice.addEventListener("change", () => choice.form.requestSubmit());

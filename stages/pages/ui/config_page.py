@@ -25,6 +25,7 @@ from schemas.config.yaml_editor import CannotEdit, YamlEditor, read_values, valu
 from schemas.config.yaml_reader import KeyPath, YamlError, parse_yaml
 from schemas.errors import LatentpressError
 from stages.pages.ui.app import Page, Site, get, read_form, render, serve_file, site_of
+from stages.pages.ui.child_programs import Refused
 
 Schema = Mapping[str, Any]
 FLAVOUR = "model.flavour"
@@ -426,6 +427,24 @@ def _write(path: Path, text: str, problems: list[str]) -> str:
         problems.append(f"not saved: {error.message}")
         return ""
     return f"saved to {path}; programs that are started now use it"
+
+
+def set_options(site: Site, values: Mapping[KeyPath, Any]) -> None:
+    """Write options into the project's file. Raises Refused if it can't be changed, or would not be valid."""
+    path = site.options.config
+    step = "change it on the page Settings"
+    try:
+        editor = YamlEditor(read_text(path))
+        for key, value in values.items():
+            editor.set(key, json.dumps(value, ensure_ascii=False))
+        text = editor.text()
+    except (YamlError, CannotEdit) as error:
+        raise Refused(f"{path} can't be changed: {error}", step) from error
+    problems = [message for _, message in find_errors(site, text)]
+    if not problems:
+        _write(path, text, problems)
+    if problems:
+        raise Refused(f"{path} was not changed: {problems[0]}", step)
 
 
 PAGE = Page(
