@@ -21,10 +21,20 @@ from schemas.cli.report import WIDTH, report_width
 from schemas.config.loading import parse_config, read_text
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.geometry import choose_buckets
 from schemas.libraries import missing_libraries
 from schemas.text_format import escape_lines, format_duration, shorten
 from stages.configuring import text
-from stages.configuring.choice import Answers, choose_candidate, choose_settings, least_edge
+from stages.configuring.choice import (
+    Answers,
+    bucket_sizes,
+    choose_candidate,
+    choose_settings,
+    cropped_shares,
+    describe_recipes,
+    least_edge,
+    predicted_gib,
+)
 from stages.configuring.media import Listing, Media, list_folder
 from stages.configuring.questions import QUESTIONS, Asker, Interview
 from stages.discovery.sources.captions import read_caption_file
@@ -35,6 +45,7 @@ MAX_FILES = 200  # files that are read, spread evenly over the folder
 READ_TIMEOUT_S, READ_MEMORY_MIB = 20.0, 4096
 MAX_PROMPT_LENGTH = 300  # characters of a caption that becomes a validation prompt
 PROMPTS = 2
+MAX_CROP, MAX_CROPS = 0.25, 48  # largest share of an item that is cut off without a warning; crops in a report
 Size = tuple[int, int, float]  # width, height, seconds
 
 
@@ -88,7 +99,7 @@ def run(
         raise LatentpressError(f"the media in {answers.folder} cannot be read: {problems}", step)
     new_text = _propose(answers, contents, file, old_text or "", options, console)
     report = ProposalReport("configure", dry_run=options.dry_run)
-    report.details = _describe(answers, contents, file, old_text or "", new_text, console)
+    report.details = _describe(answers, contents, file, old_text or "", new_text, options, console)
     report.next_steps = _commands(answers, file)
     if options.dry_run or new_text == old_text:
         report.remaining, report.skipped = int(new_text != old_text), int(new_text == old_text)
@@ -121,7 +132,7 @@ def _propose(answers: Answers, media: Media, file: Path, old_text: str, options:
 
 
 def _describe(
-    answers: Answers, media: Media, file: Path, old_text: str, new_text: str, console: Console
+    answers: Answers, media: Media, file: Path, old_text: str, new_text: str, options: Options, console: Console
 ) -> dict[str, Any]:
     """Returns the details of the report. Warns if captions are missing or the media are small."""
     config: Config = parse_config(new_text, file)
@@ -144,11 +155,53 @@ def _describe(
         "media": media.describe(),
         "model": f"{config.model.family} {config.model.flavour_spec.name}",
     }
+    details |= _describe_crops(config, media, options, console)
+    if options.json:  # for the page
+        details["sentence"] = _describe_in_words(answers, config, media)
+        details["left_out"] = list(media.problems)
     libraries = [
         {"missing": library.distribution, "for": key, "install": library.command}
         for library, key in missing_libraries(config).items()
     ]
     return details | ({"missing": libraries} if libraries else {})
+
+
+def _describe_in_words(answers: Answers, config: Config, media: Media) -> str:
+    """Like "13 of 16 pictures, Z-Image, 1,500 steps, about 10 of 16 GB"."""
+    candidate = choose_candidate(answers)
+    names = {card.recipe: card.model for card in describe_recipes()}
+    name = names.get(candidate.recipe, config.model.flavour_spec.name)
+    read = len(media.width)
+    count = f"{read} of {read + len(media.problems)}" if read + len(media.problems) == media.count else f"{media.count}"
+    return (
+        f"{count} {'clips' if answers.kind == 'video' else 'pictures'}, {name}, {config.train.steps:,} "
+        f"steps, about {predicted_gib(candidate.recipe):g} of {answers.card_gib:g} GB"
+    )
+
+
+def _describe_crops(config: Config, media: Media, options: Options, console: Console) -> dict[str, Any]:
+    """Details of the crops for the page. Warns of items that lose more than MAX_CROP of their area."""
+    family, dataset = config.model.family_spec, config.datasets[-1]
+    sizes = list(config.model.flavour_spec.sizes)
+    if dataset.buckets == "computed" or not sizes:
+        sizes = bucket_sizes(dataset.resolutions(family.resolution)[0], family)
+    shares = cropped_shares(sizes, media)
+    if count := int((shares > MAX_CROP).sum()):
+        console.warn(
+            f"{count} of {len(shares)} items lose more than {MAX_CROP:.0%} of their area, because no training size has "
+            "their aspect: crop them yourself, or raise max_aspect"
+        )
+    if not options.json:
+        return {}
+    order = np.argsort(-shares, kind="stable")[:MAX_CROPS]
+    buckets = np.array(sizes)[choose_buckets(media.width, media.height, sizes)]
+    return {
+        "crops": [
+            {"name": media.names[row], "width": int(media.width[row]), "height": int(media.height[row])}
+            | {"size": "x".join(map(str, buckets[row])), "cut_percent": round(100 * float(shares[row]))}
+            for row in order
+        ]
+    }
 
 
 def _commands(answers: Answers, file: Path) -> list[str]:
@@ -166,7 +219,7 @@ def read_media(listing: Listing, kind: str, sources: Path | None) -> Media:
     items = sorted(listing.items[kind].items())
     sample = [items[number * len(items) // MAX_FILES] for number in range(MAX_FILES)]
     paths = [os.fspath(listing.folder / path) for _, path in (sample if len(items) > MAX_FILES else items)]
-    sizes, problems = list[Size](), list[str]()
+    sizes, problems, names = list[Size](), list[str](), list[str]()
     pool: SandboxPool[tuple[str, str], Size] = SandboxPool(
         _make_reader, workers=2, timeout_s=READ_TIMEOUT_S, memory_mib=READ_MEMORY_MIB
     )
@@ -176,13 +229,14 @@ def read_media(listing: Listing, kind: str, sources: Path | None) -> Media:
                 problems.append(f"{Path(path).name}: {result.reason}")
             else:
                 sizes.append(result)
+                names.append(Path(path).name)
     width, height, duration = np.array(sizes, np.float64).reshape(-1, 3).T
     stems = [stem for stem, _ in items if stem in listing.captions]
     source_files = {} if sources is None else list_folder(sources).images
     prompt_stems = dict.fromkeys(stems[number * len(stems) // PROMPTS] for number in range(PROMPTS) if stems)
     texts = [(_read_prompt(listing.folder / listing.captions[stem]), source_files.get(stem)) for stem in prompt_stems]
     prompts = tuple((text, source) for text, source in texts if text)
-    return Media(len(items), width, height, duration, len(stems), tuple(problems), prompts)
+    return Media(len(items), width, height, duration, len(stems), tuple(problems), prompts, tuple(names))
 
 
 def _make_reader() -> Callable[[tuple[str, str]], Size]:

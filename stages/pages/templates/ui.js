@@ -121,6 +121,56 @@ for (const form of document.querySelectorAll("[data-then=keep]")) {
   form.addEventListener("change", () => form.requestSubmit());
 }
 
+// Files of a new project, sent one by one into its folder.
+const drop = document.getElementById("drop");
+if (drop) {
+  const files = document.getElementById("files"), name = document.getElementById("upload-name"), sent = document.getElementById("sent");
+  const send = async (chosen) => {
+    const problems = [];
+    let last = null, count = 0;
+    for (const file of chosen) {
+      sent.textContent = `${count} of ${chosen.length} files are copied`;
+      const address = [drop.dataset.to, encodeURIComponent(name.value.trim() || "my-project"), encodeURIComponent(file.name)].join("/");
+      try {
+        const answer = await ask(address, { method: "POST", body: file, headers: { "Content-Type": "application/octet-stream" } });
+        const result = await answer.json();
+        if (answer.ok) { last = result; count += 1; } else problems.push(`${result.error}; ${result.next_step}`);
+      } catch (error) { problems.push(`${file.name} was refused: it is too large, or the server does not answer`); }
+    }
+    if (last && !problems.length) return location.assign(`/new?${new URLSearchParams(last)}`);
+    sent.replaceChildren(`${count} of ${chosen.length} files are copied.`, ...problems.map((problem) => {
+      const line = document.createElement("span");
+      line.className = "problem"; line.textContent = ` ${problem}.`;
+      return line;
+    }));
+    if (!last) return;
+    const link = document.createElement("a");
+    link.href = `/new?${new URLSearchParams(last)}`; link.textContent = " Continue with the copied files";
+    sent.append(link);
+  };
+  drop.hidden = false;
+  files.addEventListener("change", () => send([...files.files]));
+  for (const kind of ["dragover", "dragleave", "drop"]) {
+    drop.addEventListener(kind, (event) => {
+      event.preventDefault();
+      drop.classList.toggle("over", kind === "dragover");
+      if (kind === "drop") send([...event.dataTransfer.files]);
+    });
+  }
+}
+
+// Whether each model fits the card whose memory the user types.
+const memory = document.querySelector(".new #card");
+memory?.addEventListener("input", () => {
+  const size = parseFloat(memory.value);
+  for (const text of document.querySelectorAll(".fits")) {
+    if (!(size > 0) || !/^[\d.]+ ?(gi?b?)?$/i.test(memory.value.trim())) continue;
+    const fits = Number(text.dataset.need) <= size;
+    text.classList.toggle("no", !fits);
+    text.textContent = `${fits ? "fits" : "does not fit"} ${size} GB: ${Number(text.dataset.need)} of ${size}`;
+  }
+});
+
 for (const choice of document.querySelectorAll("[data-go]")) {
   choice.addEventListener("change", () => choice.form.requestSubmit());
 }
