@@ -8,14 +8,16 @@ the difference is shown first.
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from cache.store.files import make_folders
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.report import WIDTH, report_width
 from schemas.config.loading import parse_config, read_text
@@ -40,6 +42,7 @@ from stages.configuring.questions import QUESTIONS, Asker, Interview
 from stages.discovery.sources.captions import read_caption_file
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError
+from stages.pages.pictures import Picture, shrink_file
 
 MAX_FILES = 200  # files that are read, spread evenly over the folder
 READ_TIMEOUT_S, READ_MEMORY_MIB = 20.0, 4096
@@ -84,6 +87,7 @@ def run(
         str | None, typer.Option(metavar="NAME", help="Recipe for the settings.  [default: the first that fits]")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Use the default answers; do not ask questions.")] = False,
+    pictures: Annotated[Path | None, typer.Option(hidden=True, help="Folder for small pictures of the crops.")] = None,
 ) -> Report:
     file = options.config
     arguments = {"media": media, "task": task, "sources": sources, "trigger": trigger, "card": card, "time": time}
@@ -100,6 +104,8 @@ def run(
     new_text = _propose(answers, contents, file, old_text or "", options, console)
     report = ProposalReport("configure", dry_run=options.dry_run)
     report.details = _describe(answers, contents, file, old_text or "", new_text, options, console)
+    if pictures is not None:
+        write_pictures([listing.folder / crop["path"] for crop in report.details.get("crops", ())], pictures)
     report.next_steps = _commands(answers, file)
     if options.dry_run or new_text == old_text:
         report.remaining, report.skipped = int(new_text != old_text), int(new_text == old_text)
@@ -197,7 +203,7 @@ def _describe_crops(config: Config, media: Media, options: Options, console: Con
     buckets = np.array(sizes)[choose_buckets(media.width, media.height, sizes)]
     return {
         "crops": [
-            {"name": media.names[row], "width": int(media.width[row]), "height": int(media.height[row])}
+            {"path": media.names[row], "width": int(media.width[row]), "height": int(media.height[row])}
             | {"size": "x".join(map(str, buckets[row])), "cut_percent": round(100 * float(shares[row]))}
             for row in order
         ]
@@ -229,7 +235,7 @@ def read_media(listing: Listing, kind: str, sources: Path | None) -> Media:
                 problems.append(f"{Path(path).name}: {result.reason}")
             else:
                 sizes.append(result)
-                names.append(Path(path).name)
+                names.append(os.path.relpath(path, listing.folder))
     width, height, duration = np.array(sizes, np.float64).reshape(-1, 3).T
     stems = [stem for stem, _ in items if stem in listing.captions]
     source_files = {} if sources is None else list_folder(sources).images
@@ -237,6 +243,22 @@ def read_media(listing: Listing, kind: str, sources: Path | None) -> Media:
     texts = [(_read_prompt(listing.folder / listing.captions[stem]), source_files.get(stem)) for stem in prompt_stems]
     prompts = tuple((text, source) for text, source in texts if text)
     return Media(len(items), width, height, duration, len(stems), tuple(problems), prompts, tuple(names))
+
+
+def write_pictures(paths: Sequence[Path], folder: Path) -> None:
+    """Write a small picture of each file that can be read, <number>.webp, into a folder. They are made in a sandbox."""
+    make_folders(folder)
+    pool: SandboxPool[str, Picture | None] = SandboxPool(
+        _make_shrinker, workers=2, timeout_s=READ_TIMEOUT_S, memory_mib=READ_MEMORY_MIB
+    )
+    with pool:
+        for number, (_, picture) in enumerate(pool.map(map(os.fspath, paths))):
+            if isinstance(picture, Picture):
+                (folder / f"{number}.webp").write_bytes(picture.data)
+
+
+def _make_shrinker() -> Callable[[str], Picture | None]:
+    return partial(shrink_file, box=(256, 256), max_bytes=16_000)
 
 
 def _make_reader() -> Callable[[tuple[str, str]], Size]:

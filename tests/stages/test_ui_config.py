@@ -222,6 +222,7 @@ def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser:
     text.fill(text.input_value().replace("-4", "77"))
     until(page, "document.getElementById('field:train.steps').value === '77'")
     until(page, "!document.getElementById('no-errors').hidden")
+    page.locator('[id="group:model"] > summary').click()
     family, flavour = (page.locator(f'[id="field:model.{name}"]') for name in ("family", "flavour"))
     family_name, flavour_name = family.input_value(), flavour.input_value()
     other_family = next(name for name in FAMILIES if name != family_name)

@@ -127,8 +127,8 @@ def test_files_are_copied_into_a_new_project_and_nothing_else(server: UiServer, 
     picture = (place / "media/0.png").read_bytes().decode("latin-1")
     headers = {"Origin": server.url}
     answer = server.request("POST", "/new/upload/my%20cat/a%20picture.PNG", picture, **headers)
-    assert answer.json == {"media": str(place / "my-cat/media"), "name": "my-cat"}
-    file = place / "my-cat/media/a picture.PNG"
+    assert answer.json == {"media": str(place / "my-cat/my-cat"), "name": "my-cat"}
+    file = place / "my-cat/my-cat/a picture.PNG"
     assert file.read_bytes().decode() == picture
     again = server.request("POST", "/new/upload/my%20cat/a%20picture.PNG", "other", **headers)
     assert again.status == 409 and "exists already" in again.json["error"]
@@ -150,7 +150,7 @@ def test_uploads_are_limited(
         server.request("POST", f"/new/upload/cat/{name}.png", text, Origin=server.url).status
         for name, text in (("a", "xyz"), ("b", "wxyz"))
     ]
-    assert statuses == [200, 409] and os.listdir(place / "cat/media") == ["a.png"]
+    assert statuses == [200, 409] and os.listdir(place / "cat/cat") == ["a.png"]
 
 
 def test_an_error_stands_next_to_its_field_and_answers_are_kept(server: UiServer, place: Path) -> None:
@@ -174,12 +174,14 @@ def test_by_questions_and_by_a_recipe(server: UiServer, place: Path) -> None:
     address = propose(server, "/new/propose", **fields)
     text = server.get(address).text
     for words in (
-        "4 of 4 pictures, Sana 1.6B, 500 steps, about 5 of 16 GB",
+        "4 of 4 pictures, Sana 1.6B, 500 steps, about 5 of 12 GB",
         "% cut off",
         "flavour: sana-1.6b-1024px",
         "1:30:00",
     ):
         assert words in text, words
+    assert server.get(f"{address}/0.webp").headers["content-type"] == "image/webp" and f"{address}/3.webp" in text
+    assert server.get(f"{address}/9.webp").status == server.get("/proposals/none/0.webp").status == 404
     assert not (place / "cats").exists()
     assert write(server, address) == "/p/cats/"
     config = load_config(place / "cats/pipeline.yaml")

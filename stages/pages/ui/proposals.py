@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from cache.store.files import explained
@@ -113,6 +113,7 @@ class Proposals:
         with explained(str(folder)):
             folder.mkdir(parents=True)
             argv = ["--config", str(file), "--dry-run", "--json", *PROGRAMS[program], *words]
+            argv += [f"--pictures={folder / PICTURES}"] if program == "configure" else []
             with (folder / REPORT).open("wb") as report, (folder / LOG).open("wb") as log:
                 process = start_detached(program, argv, report, log, os.environ)
         before = read_text(file) if file.exists() else None
@@ -125,7 +126,7 @@ class Proposals:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-REPORT, LOG = "report.json", "log.txt"  # files in the folder of a proposal
+REPORT, LOG, PICTURES = "report.json", "log.txt", "pictures"  # in the folder of a proposal
 PROPOSALS_PATH = "/proposals"
 #: Details of `configure`'s report that are shown as tables -> heading.
 TABLES = {"missing": "Not installed"}
@@ -162,6 +163,7 @@ def make_proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseR
             warnings=[line.removeprefix(WARNING) for line in log.split("\n") if line.startswith(WARNING)],
             error=report.get("error"),
             details=_describe(report.get("details", {})),
+            pictures=[path.stem for path in (proposal.folder / PICTURES).glob("*.webp")],
             failed=report.get("failed", []),
             next_steps=report.get("next_steps", []),
             text=escape_lines(text),
@@ -180,7 +182,18 @@ def make_proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseR
         proposal.write()
         return Moved(f"{projects.open(proposal.file).site.base}/")
 
-    return [get(PROPOSALS_PATH + "/{key}", show), action(PROPOSALS_PATH + "/{key}/{verb}", act, "/projects")]
+    def show_picture(request: Request) -> Response:
+        path = find(request).folder / PICTURES / f"{request.path_params['number']}.webp"
+        if not path.is_file():
+            raise HTTPException(404, "the picture does not exist")
+        return FileResponse(path, media_type="image/webp")
+
+    picture_route = get(PROPOSALS_PATH + "/{key}/{number:int}.webp", show_picture)
+    return [
+        get(PROPOSALS_PATH + "/{key}", show),
+        picture_route,
+        action(PROPOSALS_PATH + "/{key}/{verb}", act, "/projects"),
+    ]
 
 
 def _describe(details: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +216,6 @@ def _describe(details: dict[str, Any]) -> dict[str, Any]:
 NEW_PATH = "/new"
 FILE = "pipeline.yaml"
 ANSWERS = (*QUESTIONS, "recipe")  # options of configure
-MEDIA = "media"  # folder of a project for uploaded files
 #: Answer -> function that raises ValueError if it is not valid.
 PARSERS: Mapping[str, Callable[[str], Any]] = {"task": parse_task, "card": parse_card, "time": parse_time}
 FOLDERS = tuple(name for name, question in QUESTIONS.items() if question.is_folder)
@@ -283,10 +295,11 @@ def make_new_project_page(projects: Projects, places: Places, proposals: Proposa
             places.find_folder(str(projects.home))
             if file.exists():
                 raise NotAnswered("name", f"the project {file.parent.name} exists already", "choose another name")
-            await receive_file(request, file.parent / MEDIA, request.path_params["file"])
+            folder = file.parent / file.parent.name  # dataset and run are named after it
+            await receive_file(request, folder, request.path_params["file"])
         except LatentpressError as error:
             return JSONResponse({"error": error.message, "next_step": error.next_step}, 409)
-        return JSONResponse({"media": str(file.parent / MEDIA), "name": file.parent.name})
+        return JSONResponse({"media": str(folder), "name": file.parent.name})
 
     routes = (
         get(NEW_PATH, show),
