@@ -8,35 +8,49 @@ the difference is shown first.
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from cache.store.files import make_folders
 from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_app
 from schemas.cli.report import WIDTH, report_width
 from schemas.config.loading import parse_config
 from schemas.config.pipeline import Config
 from schemas.devices import judge_fit
 from schemas.errors import LatentpressError
+from schemas.geometry import choose_buckets
 from schemas.libraries import missing_libraries
 from schemas.text_format import escape_lines, format_duration, shorten
 from stages.configuring import text
-from stages.configuring.choice import Answers, choose_candidate, choose_settings, least_edge, predicted_gib
+from stages.configuring.choice import (
+    Answers,
+    bucket_sizes,
+    choose_candidate,
+    choose_settings,
+    cropped_shares,
+    describe_recipes,
+    least_edge,
+    predicted_gib,
+)
 from stages.configuring.duration import describe_duration
 from stages.configuring.media import Listing, Media, list_folder
 from stages.configuring.questions import QUESTIONS, Asker, Interview
 from stages.discovery.sources.captions import read_caption_file
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError
+from stages.pages.pictures import Picture, shrink_file
 
 MAX_FILES = 200  # files that are read, spread evenly over the folder
 READ_TIMEOUT_S, READ_MEMORY_MIB = 20.0, 4096
 MAX_PROMPT_LENGTH = 300  # characters of a caption that becomes a validation prompt
 PROMPTS = 2
+MAX_CROP, MAX_CROPS = 0.25, 48  # largest share of an item that is cut off without a warning; crops in a report
 Size = tuple[int, int, float]  # width, height, seconds
 FITS = {"yes": "it fits", "barely": "it barely fits", "no": "it does not fit"}
 HELP = {
@@ -91,6 +105,7 @@ def run(
         str | None, typer.Option(metavar="NAME", help="Recipe for the settings.  [default: the first that fits]")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Use the default answers; do not ask questions.")] = False,
+    pictures: Annotated[Path | None, typer.Option(hidden=True, help="Folder for small pictures of the crops.")] = None,
 ) -> Report:
     arguments = {"media": media, "task": task, "sources": sources, "trigger": trigger, "card": card, "time": time}
     asker = Asker(arguments, yes)
@@ -106,7 +121,9 @@ def run(
         raise LatentpressError(f"the media in {answers.folder} cannot be read: {problems}", step)
     new_text = _propose(answers, contents, file, old_text or "", options, console)
     report = ProposalReport("new", dry_run=options.dry_run)
-    report.details = _describe(answers, interview.card, contents, file, old_text or "", new_text, console)
+    report.details = _describe(answers, interview.card, contents, file, old_text or "", new_text, options, console)
+    if pictures is not None:
+        write_pictures([listing.folder / crop["path"] for crop in report.details.get("crops", ())], pictures)
     report.next_steps = _commands(answers, file)
     if options.dry_run or new_text == old_text:
         report.remaining, report.skipped = int(new_text != old_text), int(new_text == old_text)
@@ -139,7 +156,14 @@ def _propose(answers: Answers, media: Media, file: Path, old_text: str, options:
 
 
 def _describe(
-    answers: Answers, card: str, media: Media, file: Path, old_text: str, new_text: str, console: Console
+    answers: Answers,
+    card: str,
+    media: Media,
+    file: Path,
+    old_text: str,
+    new_text: str,
+    options: Options,
+    console: Console,
 ) -> dict[str, Any]:
     """Returns the details of the report. Warns if captions are missing or the media are small."""
     config: Config = parse_config(new_text, file)
@@ -170,11 +194,53 @@ def _describe(
         "training_time": describe_duration(config, card, answers.card_gib),
         "memory": f"{needed:g} of {answers.card_gib:g} GiB, predicted: {FITS[fits]}",
     }
+    details |= _describe_crops(config, media, options, console)
+    if options.json:  # for the page
+        details["sentence"] = _describe_in_words(answers, config, media)
+        details["left_out"] = list(media.problems)
     libraries = [
         {"missing": library.distribution, "for": key, "install": library.command}
         for library, key in missing_libraries(config).items()
     ]
     return details | ({"missing": libraries} if libraries else {})
+
+
+def _describe_in_words(answers: Answers, config: Config, media: Media) -> str:
+    """Like "13 of 16 pictures, Z-Image, 1,500 steps, about 10 of 16 GB"."""
+    candidate = choose_candidate(answers)
+    names = {card.recipe: card.model for card in describe_recipes()}
+    name = names.get(candidate.recipe, config.model.flavour_spec.name)
+    read = len(media.width)
+    count = f"{read} of {read + len(media.problems)}" if read + len(media.problems) == media.count else f"{media.count}"
+    return (
+        f"{count} {'clips' if answers.kind == 'video' else 'pictures'}, {name}, {config.train.steps:,} "
+        f"steps, about {predicted_gib(candidate.recipe):g} of {answers.card_gib:g} GB"
+    )
+
+
+def _describe_crops(config: Config, media: Media, options: Options, console: Console) -> dict[str, Any]:
+    """Details of the crops for the page. Warns of items that lose more than MAX_CROP of their area."""
+    family, dataset = config.model.family_spec, config.datasets[-1]
+    sizes = list(config.model.flavour_spec.sizes)
+    if dataset.buckets == "computed" or not sizes:
+        sizes = bucket_sizes(dataset.resolutions(family.resolution)[0], family)
+    shares = cropped_shares(sizes, media)
+    if count := int((shares > MAX_CROP).sum()):
+        console.warn(
+            f"{count} of {len(shares)} items lose more than {MAX_CROP:.0%} of their area, because no training size has "
+            "their aspect: crop them yourself, or raise max_aspect"
+        )
+    if not options.json:
+        return {}
+    order = np.argsort(-shares, kind="stable")[:MAX_CROPS]
+    buckets = np.array(sizes)[choose_buckets(media.width, media.height, sizes)]
+    return {
+        "crops": [
+            {"path": media.names[row], "width": int(media.width[row]), "height": int(media.height[row])}
+            | {"size": "x".join(map(str, buckets[row])), "cut_percent": round(100 * float(shares[row]))}
+            for row in order
+        ]
+    }
 
 
 def _commands(answers: Answers, file: Path) -> list[str]:
@@ -193,7 +259,7 @@ def read_media(listing: Listing, kind: str, sources: Path | None) -> Media:
     items = sorted(listing.items[kind].items())
     sample = [items[number * len(items) // MAX_FILES] for number in range(MAX_FILES)]
     paths = [os.fspath(listing.folder / path) for _, path in (sample if len(items) > MAX_FILES else items)]
-    sizes, problems = list[Size](), list[str]()
+    sizes, problems, names = list[Size](), list[str](), list[str]()
     pool: SandboxPool[tuple[str, str], Size] = SandboxPool(
         _make_reader, workers=2, timeout_s=READ_TIMEOUT_S, memory_mib=READ_MEMORY_MIB
     )
@@ -203,13 +269,30 @@ def read_media(listing: Listing, kind: str, sources: Path | None) -> Media:
                 problems.append(f"{Path(path).name}: {result.reason}")
             else:
                 sizes.append(result)
+                names.append(os.path.relpath(path, listing.folder))
     width, height, duration = np.array(sizes, np.float64).reshape(-1, 3).T
     stems = [stem for stem, _ in items if stem in listing.captions]
     source_files = {} if sources is None else list_folder(sources).images
     prompt_stems = dict.fromkeys(stems[number * len(stems) // PROMPTS] for number in range(PROMPTS) if stems)
     texts = [(_read_prompt(listing.folder / listing.captions[stem]), source_files.get(stem)) for stem in prompt_stems]
     prompts = tuple((text, source) for text, source in texts if text)
-    return Media(len(items), width, height, duration, len(stems), tuple(problems), prompts)
+    return Media(len(items), width, height, duration, len(stems), tuple(problems), prompts, tuple(names))
+
+
+def write_pictures(paths: Sequence[Path], folder: Path) -> None:
+    """Write a small picture of each file that can be read, <number>.webp, into a folder. They are made in a sandbox."""
+    make_folders(folder)
+    pool: SandboxPool[str, Picture | None] = SandboxPool(
+        _make_shrinker, workers=2, timeout_s=READ_TIMEOUT_S, memory_mib=READ_MEMORY_MIB
+    )
+    with pool:
+        for number, (_, picture) in enumerate(pool.map(map(os.fspath, paths))):
+            if isinstance(picture, Picture):
+                (folder / f"{number}.webp").write_bytes(picture.data)
+
+
+def _make_shrinker() -> Callable[[str], Picture | None]:
+    return partial(shrink_file, box=(256, 256), max_bytes=16_000)
 
 
 def _make_reader() -> Callable[[tuple[str, str]], Size]:

@@ -8,7 +8,7 @@ change.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import pyarrow as pa
@@ -73,17 +73,31 @@ def write_edit(
     """Store edited captions for an item. captions: at least one caption, or None to use the captions of the item's
     files again. before: the item's edited captions when the editor read them, or None if they were not edited. Raises
     EditConflict if the stored captions differ from `before`."""
+    write_edits(store, {media_id: captions}, {media_id: before})
+
+
+def write_edits(
+    store: Store, captions: Mapping[str, Sequence[str] | None], before: Mapping[str, Sequence[str] | None]
+) -> None:
+    """Like `write_edit`, for several items at once. captions, before: media id -> captions."""
+    ids = pa.array(captions, pa.string())
+    expected = {media_id: list(texts) for media_id in captions if (texts := before.get(media_id)) is not None}
     for _ in range(MAX_TRIES):
         path, edits = _read_newest(store)
-        is_item = pc.equal(edits["media_id"], media_id)
-        current = edits.filter(is_item)["captions"].to_pylist()
-        if current != ([] if before is None else [list(before)]):
+        is_item = pc.is_in(edits["media_id"], value_set=ids)
+        current = {row["media_id"]: row["captions"] for row in edits.filter(is_item).to_pylist()}
+        if current != expected:
             raise EditConflict("another person or program edited this caption", "load the page again, then edit it")
         other_edits = edits.filter(pc.invert(is_item))
-        if captions is None and not current:
+        if not current and not any(captions.values()):
             return
-        row = {"media_id": media_id, "captions": list(captions or ()), "edited": time.time()}
-        added = pa.Table.from_pylist([] if captions is None else [row], CAPTION_EDITS_SCHEMA)
+        moment = time.time()
+        rows = [
+            {"media_id": media_id, "captions": list(texts), "edited": moment}
+            for media_id, texts in sorted(captions.items())
+            if texts is not None
+        ]
+        added = pa.Table.from_pylist(rows, CAPTION_EDITS_SCHEMA)
         table = pa.concat_tables([other_edits, added]).sort_by("media_id").combine_chunks()
         check_caption_edits(table)
         number = int(path[-len("000000.arrow") :].removesuffix(".arrow")) + 1 if path else 1
@@ -91,7 +105,7 @@ def write_edit(
             continue
         # If many changes since the table was read made this number free again, our table is not the newest table.
         stored = read_edits(store)
-        if stored.filter(pc.equal(stored["media_id"], media_id)).to_pylist() != added.to_pylist():
+        if stored.filter(pc.is_in(stored["media_id"], value_set=ids)).to_pylist() != added.to_pylist():
             store.remove(f"{FOLDER}/{number:06d}.arrow")
             continue
         for old_table in list_edit_tables(store)[:-KEPT_TABLES]:

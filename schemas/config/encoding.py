@@ -20,6 +20,7 @@ STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
 MOST_PREFETCH = 1_000_000
 CAPTION_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
+CAPTION_MODEL_GB = 7.5  # size of its download
 MOST_READERS = 8  # more readers rarely make a disk faster
 
 

@@ -136,6 +136,36 @@ def list_recipes() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
+@dataclass(frozen=True)
+class RecipeCard:
+    """A recipe as a page shows it. about: what the model is for. size: number of its weights. license: license of its
+    weights. need_gib: predicted memory of training. card_gib: memory of the card that the recipe is made for."""
+
+    recipe: str
+    task: str
+    model: str
+    about: str
+    size: str
+    license: str
+    need_gib: float
+    card_gib: float
+
+
+def describe_recipes() -> list[RecipeCard]:
+    """The recipes with descriptions of their models, grouped by task."""
+    choices = tomllib.loads((FOLDER / "choices.toml").read_text())
+    cards = []
+    for kind in dict.fromkeys(LISTS.values()):
+        for recipe in dict.fromkeys(row["recipe"] for row in choices[kind]):
+            if LISTS[list_tasks(recipe)[0]] != kind:  # a row changes the recipe for this task
+                continue
+            model = Candidate(recipe, 0.0, settings=read_recipe(recipe)).model
+            facts = choices["models"][f"{model.family}/{model.flavour_spec.name}"]
+            card = parse_card_gib(recipe)
+            cards.append(RecipeCard(recipe, kind, **facts, need_gib=predicted_gib(recipe), card_gib=card))
+    return cards
+
+
 def list_tasks(recipe: str) -> list[str]:
     """The tasks for which a recipe is made."""
     (dataset,) = parse_yaml((FOLDER / f"{recipe}.yaml").read_text()).value["datasets"]
@@ -220,13 +250,13 @@ def fit_media(answers: Answers, candidate: Candidate, media: Media) -> Settings:
     family, flavour = candidate.model.family_spec, candidate.model.flavour_spec
     edge = float(candidate.settings.get((*DATASET, "resolution"), family.resolution))
     has_own_sizes = candidate.settings.get((*DATASET, "buckets")) == "family"
-    sizes, changes = list(flavour.sizes) if has_own_sizes else _sizes(edge, family), Settings()
+    sizes, changes = list(flavour.sizes) if has_own_sizes else bucket_sizes(edge, family), Settings()
     if _share(media, sizes) < 1 - MAX_SMALL_SHARE:
         smaller_edges = [smaller for smaller in SMALL_RESOLUTIONS if smaller < edge]
-        shares = {float(smaller): _share(media, _sizes(smaller, family)) for smaller in smaller_edges}
+        shares = {float(smaller): _share(media, bucket_sizes(smaller, family)) for smaller in smaller_edges}
         large = [smaller for smaller, share in shares.items() if share >= 1 - MAX_SMALL_SHARE]
         edge = large[0] if large else max(shares, key=lambda smaller: (shares[smaller], -smaller), default=edge)
-        sizes = _sizes(edge, family)
+        sizes = bucket_sizes(edge, family)
         changes = {(*DATASET, "resolution"): int(edge), (*DATASET, "buckets"): "computed"}
     numbers = Counter[int](choose_buckets(media.width, media.height, sizes).tolist())
     width, height = sizes[numbers.most_common(1)[0][0]]
@@ -251,7 +281,14 @@ def _share(media: Media, sizes: list[tuple[int, int]]) -> float:
     return float(((media.width >= width) & (media.height >= height)).mean())
 
 
-def _sizes(edge: float, family: Family) -> list[tuple[int, int]]:
+def cropped_shares(sizes: list[tuple[int, int]], media: Media) -> np.ndarray:
+    """(n,) share of each item's area that is cut off, so that it fills its bucket."""
+    width, height = np.array(sizes)[choose_buckets(media.width, media.height, sizes)].T
+    ratio = (media.width / media.height) / (width / height)
+    return 1 - np.minimum(ratio, 1 / ratio)
+
+
+def bucket_sizes(edge: float, family: Family) -> list[tuple[int, int]]:
     step, aspect = default_at((*DATASET, "bucket_step")), default_at((*DATASET, "max_aspect"))
     return list(resolution_buckets(edge, "pixel_area", family.side_multiple, step=step, max_aspect=aspect))
 

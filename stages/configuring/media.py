@@ -93,7 +93,8 @@ def find_sources(listing: Listing) -> Path | None:
 class Media:
     """Media of one kind. count: number of items. width, height: (n,) pixels of the files that were read. duration: (n,)
     seconds, 0 for a picture. captions: number of items with a caption file. problems: messages about files that can't
-    be read. prompts: (caption, path of the item's source image below `sources`, or None)."""
+    be read. prompts: (caption, path of the item's source image below `sources`, or None). names: (n,) paths of the
+    files that were read, below the folder."""
 
     count: int
     width: NDArray[np.float64]
@@ -102,6 +103,7 @@ class Media:
     captions: int
     problems: tuple[str, ...] = ()
     prompts: tuple[tuple[str, str | None], ...] = ()
+    names: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         """Facts for a report."""

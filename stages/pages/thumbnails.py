@@ -36,10 +36,11 @@ from stages.media.files import MediaError, MediaPath
 from stages.pages.pictures import Picture, shrink_file
 
 FOLDER = ".ui"  # folder of `latentpress ui` in the output folder
-MAX_FILES = 1000  # files, of about 4 kB each
+MAX_FILES = 1000  # files, of at most 24 kB each
 MAX_THUMBNAILS = 500  # thumbnails per start, for the first items of the list
 PICTURE, NONE = ".webp", ".none"
-BOX, MAX_BYTES = (96, 96), 4000
+BOX, MAX_BYTES = (96, 96), 4000  # pixels and bytes of a thumbnail in the report
+LARGE_BOX, LARGE_BYTES = (384, 384), 24_000  # of a file for `latentpress ui`
 TIMEOUT_S, MEMORY_MIB = 20.0, 4096
 _ID = re.compile("[0-9a-f]{32}")
 
@@ -94,9 +95,12 @@ class ThumbnailFiles:
                 path.unlink(missing_ok=True)
 
 
-def read_thumbnails(config: Config, items: Sequence[tuple[str, str]]) -> list[Picture | None]:
+def read_thumbnails(
+    config: Config, items: Sequence[tuple[str, str]], box: tuple[int, int] = BOX, max_bytes: int = MAX_BYTES
+) -> list[Picture | None]:
     """Make a thumbnail of each item. items: (id of the dataset or "" for any dataset, path below the dataset's root).
-    Returns a picture for each item, None if the item's file can't be read."""
+    box, max_bytes: largest size in pixels and bytes. Returns a picture for each item, None if the item's file can't be
+    read."""
     from stages.engines.sandbox import SandboxPool
 
     sources = {dataset.id: open_source(dataset) for dataset in config.datasets if not dataset.disabled}
@@ -105,7 +109,7 @@ def read_thumbnails(config: Config, items: Sequence[tuple[str, str]]) -> list[Pi
     numbers = [number for number, file in enumerate(files) if file is not None]
     if numbers:
         pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(
-            _make_thumbnailer, workers=1, timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB
+            partial(_make_thumbnailer, box, max_bytes), workers=1, timeout_s=TIMEOUT_S, memory_mib=MEMORY_MIB
         )
         with pool:
             results = pool.map(file for file in files if file is not None)
@@ -122,8 +126,8 @@ def _open(sources: dict[str, Source], dataset: str, path: str) -> MediaPath | No
     return None
 
 
-def _make_thumbnailer() -> partial[Picture | None]:
-    return partial(shrink_file, box=BOX, max_bytes=MAX_BYTES)
+def _make_thumbnailer(box: tuple[int, int], max_bytes: int) -> partial[Picture | None]:
+    return partial(shrink_file, box=box, max_bytes=max_bytes)
 
 
 def run(
@@ -131,23 +135,25 @@ def run(
     options: Options,
     console: Console,
     *,
-    dataset: Annotated[str, typer.Option(metavar="NAME", help="The dataset of the media ids.")] = "",
-    media_id: Annotated[list[str] | None, typer.Option(metavar="ID", help="Media id of an item. Repeatable.")] = None,
+    dataset: Annotated[str, typer.Option(metavar="NAME", help="The dataset of the ids.")] = "",
+    media_id: Annotated[list[str] | None, typer.Option(metavar="ID", help="Id of an item. Repeatable.")] = None,
 ) -> Report:
-    """Make the thumbnails of the media ids; without ids, of all rejected items again, because their files may have
-    changed."""
+    """Make the thumbnails of the ids of items, rejected or not; without ids, of all rejected items again, because their
+    files may have changed."""
     report = Report(program="thumbnails", dry_run=options.dry_run)
     store = Store(config.root)
+    rejected = list_rejected_items(store, config)
+    items = {thumbnail_id(item): (item.dataset, item.path) for item in rejected}
     if media_id:
-        table = read_media_table(store, dataset).select(["media_id", "path"])
-        is_requested = pc.is_in(table["media_id"], value_set=pa.array(media_id[:MAX_THUMBNAILS], pa.string()))
-        items = {row["media_id"]: (dataset, row["path"]) for row in table.filter(is_requested).to_pylist()}
-    else:
-        rejected = list_rejected_items(store, config)[:MAX_THUMBNAILS]
-        items = {thumbnail_id(item): (item.dataset, item.path) for item in rejected}
+        items = {name: item for name, item in items.items() if name in media_id}
+        with suppress(LatentpressError):  # discovery may have rejected all items
+            table = read_media_table(store, dataset).select(["media_id", "path"])
+            is_requested = pc.is_in(table["media_id"], value_set=pa.array(media_id, pa.string()))
+            items |= {row["media_id"]: (dataset, row["path"]) for row in table.filter(is_requested).to_pylist()}
+    items = dict([*items.items()][:MAX_THUMBNAILS])
     items = {name: item for name, item in items.items() if can_have_thumbnail(item[1])}
     if not options.dry_run:
-        pictures = dict(zip(items, read_thumbnails(config, list(items.values())), strict=True))
+        pictures = dict(zip(items, read_thumbnails(config, list(items.values()), LARGE_BOX, LARGE_BYTES), strict=True))
         ThumbnailFiles(Path(config.output)).write(pictures)
         report.done = sum(picture is not None for picture in pictures.values())
     return report

@@ -1,4 +1,4 @@
-"""The program configure on real pictures: its questions, files and errors."""
+"""The program new on real pictures: its questions, files and errors."""
 
 import json
 import os

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from cache.store.store import Store
+from schemas.config.loading import load_config
+from schemas.errors import LatentpressError
 from stages import discover
 from stages.discovery.media_table import read_media_table
 from stages.pages.ui.captions_page import MAX_SHOWN
+from stages.pages.ui.child_programs import ChildPrograms
 from tests.background import until as until_so
 from tests.project import Project
 from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
@@ -31,7 +34,7 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
     assert "is not discovered yet" in server.get("/captions").text
     home.run(discover.run)
     text = server.get("/captions").text
-    assert "2 of 2 items, 0 edited" in text and "a &lt;b&gt;bold" in text and "<b>bold" not in text
+    assert "2 of 2 items, 0 edited, 0 without" in text and "a &lt;b&gt;bold" in text and "<b>bold" not in text
     assert "1 of 2 items" in server.get("/captions?words=ANOTHER+second").text
     table = read_media_table(Store(home.root), "photos").to_pydict()
     a = dict(zip(table["path"], table["media_id"], strict=True))["a.png"]
@@ -41,7 +44,7 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
     assert zero.status == 409 and "zero byte" in zero.json["error"]
     again = server.post(f"/captions/{a}/save", text="late")
     assert again.status == 409 and "edited this caption" in again.json["error"]
-    edited = server.get("/captions?edited=1&words=new").text
+    edited = server.get("/captions?shown=edited&words=new").text
     assert "1 of 2 items, 1 edited" in edited and "a &lt;i&gt;new" in edited and "a &lt;b&gt;bold" in edited
     before = json.dumps(["a <i>new</i> one", "and more"])
     assert server.post(f"/captions/{a}/restore", before=before).status == 200
@@ -53,6 +56,46 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
     for odd in ("?first=-1", "?first=9999999", "?dataset=<b>", "?words=%00"):
         assert server.get(f"/captions{odd}").status == 200
     assert (home.media / "a.txt").read_text() == "a <b>bold</b> caption" and MAX_SHOWN > 2
+
+
+def test_items_without_a_caption_are_captioned_one_by_one_and_all_at_once(home: Project, server: UiServer) -> None:
+    """`discover` rejects all items, so there is no media table yet; a caption is written into a new file."""
+    for name in ("a", "b"):
+        (home.media / f"{name}.txt").unlink()
+    (home.media / "b.txt").write_text(" \n")
+    with pytest.raises(LatentpressError):
+        home.run(discover.run, "stages.max_reject_fraction=0")
+    text = server.get("/captions").text
+    assert "2 of 2 items, 0 edited, 2 without a caption" in text and "the text encoder of kandinsky5-image" in text
+    a, b = re.findall(r'action="/captions/([0-9a-f]{32})/save"', text)
+    assert server.post(f"/captions/{a}/save", text="").status == 409
+    for media_id in (a, b):
+        assert server.post(f"/captions/{media_id}/save", text="a cat\r\nan animal").status == 200
+        assert server.post(f"/captions/{media_id}/save", text="late").status == 409
+    assert (home.media / "b.txt").read_text() == "a cat\nan animal\n"
+    assert "0 without a caption" in server.get("/captions").text
+    assert server.post("/captions/replace", find="cat", **{"with": "dog"}).status == 200
+    assert (home.media / "a.txt").read_text() == "a dog\nan animal\n"
+    home.run(discover.run)
+    until_so(lambda: not server.site.list_rejects(), "the new listing")
+    assert server.post("/captions/replace", find="a dog", **{"with": "our dog"}).status == 200
+    assert "2 of 2 items, 2 edited, 0 without" in server.get("/captions?words=our").text
+    assert server.post("/captions/replace", find="Dog", **{"with": ""}).status == 409
+    assert (home.media / "a.txt").read_text() == "a dog\nan animal\n"
+
+
+def test_words_for_all_and_a_model_for_all(home: Project, server: UiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.run(discover.run)
+    assert server.post("/captions/trigger", dataset="photos", trigger=" ").status == 409
+    assert server.post("/captions/trigger", dataset="none", trigger="x").status == 409
+    assert server.post("/captions/trigger", dataset="photos", trigger=' oh\'wx: "woman" ').status == 200
+    file = home.folder / "pipeline.yaml"
+    assert load_config(file).datasets[0].trigger == 'oh\'wx: "woman"'
+    assert "woman&#34;" in server.get("/captions").text
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr(ChildPrograms, "start", lambda self, name, *more: started.append((name, *more)))
+    assert server.post("/captions/describe").status == 200
+    assert load_config(file).caption and started == [("run", "--set=stages.order=[discover, caption]")]
 
 
 @pytest.mark.long
@@ -94,11 +137,10 @@ def test_in_a_browser(home: Project, server: UiServer, browser: Any) -> None:  #
     page.goto(f"{server.url}/captions?words=bold")
     page.locator("textarea").fill("my own words")
     page.keyboard.press("Tab")
-    page.keyboard.press("Enter")
     page.locator(".mark", has_text="edited").wait_for()
     assert page.locator("textarea").input_value() == "my own words" and "words=bold" in page.url
-    page.locator("summary").click()
-    page.locator("details button").click()
+    page.locator(".captions summary").click()
+    page.locator(".captions details button").click()
     page.locator(".mark").wait_for(state="detached")
     assert page.locator("textarea").input_value() == "a <b>bold</b> caption"
     page.goto(f"{server.url}/queue")
@@ -139,5 +181,5 @@ def test_captions_by_a_model_are_shown_and_an_edit_wins(
     table = read_media_table(Store(home.root), "photos").to_pydict()
     media_id = dict(zip(table["path"], table["media_id"], strict=True))[path]
     assert server.post(f"/captions/{media_id}/save", text="mine").status == 200
-    edited = server.get("/captions?edited=1").text
+    edited = server.get("/captions?shown=edited").text
     assert "2 edited" in edited and "mine</textarea>" in edited and "Caption by the model" in edited and word in edited

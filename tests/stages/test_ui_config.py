@@ -12,7 +12,7 @@ import pytest
 from schemas.catalog import FAMILIES
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.yaml_reader import parse_yaml
-from stages.pages.ui.config_page import apply_changes, build_form
+from stages.configuring.form import BASIC, apply_changes, apply_preset, build_form, compare_preset
 from tests.project import Project
 from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
 from tests.stages.ui_server import UiServer
@@ -222,6 +222,7 @@ def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser:
     text.fill(text.input_value().replace("-4", "77"))
     until(page, "document.getElementById('field:train.steps').value === '77'")
     until(page, "!document.getElementById('no-errors').hidden")
+    page.locator('[id="group:model"] > summary').click()
     family, flavour = (page.locator(f'[id="field:model.{name}"]') for name in ("family", "flavour"))
     family_name, flavour_name = family.input_value(), flavour.input_value()
     other_family = next(name for name in FAMILIES if name != family_name)
@@ -247,3 +248,15 @@ def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser:
     page.get_by_role("button", name="Save").press("Enter")
     until(page, "document.getElementById('said').textContent.startsWith('saved to')")
     assert load_config(file_of(server)).train.steps == 77 and errors == []
+
+
+def test_a_preset_shows_its_difference_and_changes_the_text(home: Project, server: UiServer) -> None:
+    text = server.get("/configuration").text
+    assert text.index('id="basic"') < text.index('id="group:train"') and "Learning rate" in text
+    assert 'value="Less memory"' in text and "train.offload.blocks" in text
+    source = (home.folder / "pipeline.yaml").read_text()
+    answer = server.post("/configuration/check", text=source, base=source, preset="Less memory").json
+    assert answer["values"]["train.offload.blocks"] == "true" and (home.folder / "pipeline.yaml").read_text() == source
+    changed = answer["text"]
+    assert apply_preset(changed, "Less memory") == changed and not compare_preset(changed, "Less memory")
+    assert len(build_form(source).basic) == len(BASIC)

@@ -1,13 +1,17 @@
 """A new project on the page of `latentpress ui`: a program proposes it, and it is written only on request."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
 from schemas.cli.console import Options
 from schemas.config.loading import load_config
+from stages.configuring.choice import describe_recipes
 from stages.configuring.questions import QUESTIONS
+from stages.pages.ui import uploads
 from stages.pages.ui.proposals import MAX_RUNNING
 from stages.ui import open_projects
 from tests.background import until
@@ -119,18 +123,65 @@ def test_a_few_are_made_at_a_time_and_end_with_the_page(server: UiServer, place:
     assert not (place / "a").exists()
 
 
+def test_files_are_copied_into_a_new_project_and_nothing_else(server: UiServer, place: Path) -> None:
+    picture = (place / "media/0.png").read_bytes().decode("latin-1")
+    headers = {"Origin": server.url}
+    answer = server.request("POST", "/new/upload/my%20cat/a%20picture.PNG", picture, **headers)
+    assert answer.json == {"media": str(place / "my-cat/my-cat"), "name": "my-cat"}
+    file = place / "my-cat/my-cat/a picture.PNG"
+    assert file.read_bytes().decode() == picture
+    again = server.request("POST", "/new/upload/my%20cat/a%20picture.PNG", "other", **headers)
+    assert again.status == 409 and "exists already" in again.json["error"]
+    for name in ("a.py", ".png", "x" * 300 + ".png", "..%5Ca.png", "a%0A.png", "pipeline.yaml"):
+        assert server.request("POST", f"/new/upload/cat/{name}", "x", **headers).status == 409, name
+    assert server.request("POST", "/new/upload/cat/..%2Fa.png", "x", **headers).status == 404
+    assert server.request("POST", "/new/upload/..%2Fcat/a.png", "x", **headers).status == 404
+    assert server.request("POST", "/new/upload/../a.png", "x", **headers).status in (404, 409)
+    assert server.request("POST", "/new/upload/cat/a.png", "x", Origin="http://evil.example").status == 403
+    assert not (place / "cat").exists() and os.listdir(file.parent) == [file.name]
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_FILES", 1), ("MAX_FILE_BYTES", 3), ("MAX_BYTES", 5)])
+def test_uploads_are_limited(
+    server: UiServer, place: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(uploads, limit, value)
+    statuses = [
+        server.request("POST", f"/new/upload/cat/{name}.png", text, Origin=server.url).status
+        for name, text in (("a", "xyz"), ("b", "wxyz"))
+    ]
+    assert statuses == [200, 409] and os.listdir(place / "cat/cat") == ["a.png"]
+
+
+def test_an_error_stands_next_to_its_field_and_answers_are_kept(server: UiServer, place: Path) -> None:
+    for name, answer in (("card", "many"), ("time", "soon"), ("sources", "/etc"), ("name", "a/b"), ("task", "<b>")):
+        fields = {"media": f"{place}/media", "name": "a cat", "trigger": "ohwx <i>", name: answer}
+        page = server.request("POST", "/new/propose", urlencode(fields), Origin=server.url)
+        assert page.status == 409 and f'id="problem-{name}"' in page.text and "<b>:" not in page.text, name
+        assert "ohwx &lt;i&gt;" in page.text and f"{place}/media" in page.text
+    for card in describe_recipes():
+        assert card.model in page.text and card.about in page.text
+
+
 @pytest.mark.long
 def test_by_questions_and_by_a_recipe(server: UiServer, place: Path) -> None:
     """`latentpress new` itself; run again for the same project it changes what the answers change."""
     form = server.get(f"/new?media={place}/media").text
-    assert 'value="media-project"' in form and "<option>sana-lora-12gb</option>" in form
+    assert 'value="media-project"' in form and 'value="sana-lora-12gb"' in form
     for question in QUESTIONS.values():
-        assert question.name == "media" or f">{question.text}</label>" in form
+        assert question.name == "media" or f">{question.text}</l" in form
     fields = {"media": f"{place}/media", "name": "cats", "recipe": "sana-lora-12gb", "time": "90m"}
     address = propose(server, "/new/propose", **fields)
     text = server.get(address).text
-    for words in ("with a caption file", "flavour: sana-1.6b-1024px", "1:30:00"):
+    for words in (
+        "4 of 4 pictures, Sana 1.6B, 500 steps, about 5 of 12 GB",
+        "% cut off",
+        "flavour: sana-1.6b-1024px",
+        "1:30:00",
+    ):
         assert words in text, words
+    assert server.get(f"{address}/0.webp").headers["content-type"] == "image/webp" and f"{address}/3.webp" in text
+    assert server.get(f"{address}/9.webp").status == server.get("/proposals/none/0.webp").status == 404
     assert not (place / "cats").exists()
     assert write(server, address) == "/p/cats/"
     config = load_config(place / "cats/pipeline.yaml")

@@ -114,6 +114,22 @@ def test_an_import_by_keys_and_without_a_script(server: UiServer, place: Path, b
     context.close()
 
 
+def test_files_are_sent_to_a_new_project(server: UiServer, place: Path, browser: Any) -> None:  # noqa: F811
+    page = browser.new_page()
+    page.goto(f"{server.url}/new")
+    page.get_by_label("Name of the project").fill("my cat")
+    text = {"name": "0.txt", "mimeType": "text/plain", "buffer": b"a cat"}
+    page.locator("#files").set_input_files([text, {**text, "name": "run.sh"}])
+    page.locator("#sent .problem").wait_for()
+    assert "1 of 2 files" in page.locator("#sent").inner_text() and "run.sh" in page.locator("#sent").inner_text()
+    page.get_by_role("link", name="Continue with the copied files").click()
+    page.wait_for_url("**/new?media=*")
+    assert page.locator("#name").input_value() == "my-cat" and (place / "my-cat/my-cat/0.txt").read_text() == "a cat"
+    page.locator("#card").fill("6")
+    assert page.locator(".fits.no").count() and "does not fit 6 GB: 10 of 6" in page.locator("#recipes").inner_text()
+    page.close()
+
+
 def test_a_folder_is_chosen_in_the_configuration(server: UiServer, place: Path, browser: Any) -> None:  # noqa: F811
     page = browser.new_page()
     errors = note_errors(page)

@@ -51,7 +51,7 @@ function filter() {
   const active = only || words.some((word) => word);
   for (const field of form.querySelectorAll(".field")) {
     const input = field.querySelector("input, select"), about = field.querySelector("p").textContent;
-    const content = `${field.querySelector("label").htmlFor.slice("field:".length)} ${about}`.toLowerCase();
+    const label = field.querySelector("label"), content = `${label.htmlFor.slice("field:".length)} ${label.textContent} ${about}`.toLowerCase();
     field.hidden = (only && input?.value === "") || !words.every((word) => content.includes(word));
   }
   for (const group of [...form.querySelectorAll("details.group")].reverse()) { // inner ones first

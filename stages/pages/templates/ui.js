@@ -100,11 +100,76 @@ document.addEventListener("submit", async (event) => {
     const result = await answer.json();
     showMessage(result.message || [result.error, result.next_step].filter(Boolean).join("\n"), !answer.ok);
     if (answer.ok && form.dataset.then === "reload") location.reload();
+    if (answer.ok && form.dataset.then === "keep") await keepField(form);
   } catch (error) {
     showMessage("The server did not answer; load the page again.", true);
   }
   form.ariaBusy = null;
   await refresh();
+});
+
+// After a caption is saved, all parts of its item except the field are replaced.
+async function keepField(form) {
+  const item = form.closest("li"), text = form.elements.text.value;
+  form.elements.before.value = JSON.stringify(text.split(/\r\n?|\n/).map((line) => line.trim()).filter(Boolean));
+  const fresh = new DOMParser().parseFromString(await (await ask(location.href)).text(), "text/html").getElementById(item.id);
+  if (!fresh) return;
+  fresh.querySelector(".soft") && item.querySelector(".soft").replaceWith(fresh.querySelector(".soft"));
+  item.querySelector("details")?.remove();
+  if (fresh.querySelector("details")) form.after(fresh.querySelector("details"));
+}
+for (const form of document.querySelectorAll("[data-then=keep]")) {
+  form.addEventListener("change", () => form.requestSubmit());
+}
+
+// Files of a new project, sent one by one into its folder.
+const drop = document.getElementById("drop");
+if (drop) {
+  const files = document.getElementById("files"), name = document.getElementById("upload-name"), sent = document.getElementById("sent");
+  const send = async (chosen) => {
+    const problems = [];
+    let last = null, count = 0;
+    for (const file of chosen) {
+      sent.textContent = `${count} of ${chosen.length} files are copied`;
+      const address = [drop.dataset.to, encodeURIComponent(name.value.trim() || "my-project"), encodeURIComponent(file.name)].join("/");
+      try {
+        const answer = await ask(address, { method: "POST", body: file, headers: { "Content-Type": "application/octet-stream" } });
+        const result = await answer.json();
+        if (answer.ok) { last = result; count += 1; } else problems.push(`${result.error}; ${result.next_step}`);
+      } catch (error) { problems.push(`${file.name} was refused: it is too large, or the server does not answer`); }
+    }
+    if (last && !problems.length) return location.assign(`/new?${new URLSearchParams(last)}`);
+    sent.replaceChildren(`${count} of ${chosen.length} files are copied.`, ...problems.map((problem) => {
+      const line = document.createElement("span");
+      line.className = "problem"; line.textContent = ` ${problem}.`;
+      return line;
+    }));
+    if (!last) return;
+    const link = document.createElement("a");
+    link.href = `/new?${new URLSearchParams(last)}`; link.textContent = " Continue with the copied files";
+    sent.append(link);
+  };
+  drop.hidden = false;
+  files.addEventListener("change", () => send([...files.files]));
+  for (const kind of ["dragover", "dragleave", "drop"]) {
+    drop.addEventListener(kind, (event) => {
+      event.preventDefault();
+      drop.classList.toggle("over", kind === "dragover");
+      if (kind === "drop") send([...event.dataTransfer.files]);
+    });
+  }
+}
+
+// Whether each model fits the card whose memory the user types.
+const memory = document.querySelector(".new #card");
+memory?.addEventListener("input", () => {
+  const size = parseFloat(memory.value);
+  for (const text of document.querySelectorAll(".fits")) {
+    if (!(size > 0) || !/^[\d.]+ ?(gi?b?)?$/i.test(memory.value.trim())) continue;
+    const fits = Number(text.dataset.need) <= size;
+    text.classList.toggle("no", !fits);
+    text.textContent = `${fits ? "fits" : "does not fit"} ${size} GB: ${Number(text.dataset.need)} of ${size}`;
+  }
 });
 
 for (const choice of document.querySelectorAll("[data-go]")) {

@@ -235,10 +235,15 @@ def serve_file(path: str, name: str) -> Route:
     return get(path, lambda request: PlainTextResponse((TEMPLATES / name).read_text(), media_type=kind))
 
 
-def action(path: str, act: Callable[[Request, Form], str | Moved], return_path: str = "/") -> Route:
+def action(
+    path: str,
+    act: Callable[[Request, Form], str | Moved],
+    return_path: str = "/",
+    again: Callable[[Request, Form, LatentpressError], Response] | None = None,
+) -> Route:
     """A route that changes something. act: function that gets the request and the form's fields; it returns a message
     about the change, or the address of a new page. return_path: path to which a browser without a script is sent
-    afterwards. An error is shown with its next step."""
+    afterwards. An error is shown with its next step. again: function that shows the form again, with an error."""
 
     async def handle(request: Request) -> Response:
         form = await read_form(request)
@@ -249,6 +254,8 @@ def action(path: str, act: Callable[[Request, Form], str | Moved], return_path: 
             refusal = {"error": error.message, "next_step": error.next_step}
             if as_json:
                 return JSONResponse(refusal, 409)
+            if again is not None:
+                return await run_in_threadpool(again, request, form, error)
             values = {"title": "Refused", "back": _base(request) + return_path, **refusal}
             return await run_in_threadpool(render, request, "refused.html", 409, **values)
         if isinstance(result, Moved):

@@ -1,14 +1,12 @@
-"""The captions of a dataset next to thumbnails: read, searched, and edited one by one.
-
-Edits are stored in the root by the hash of the media file. They are used instead of the captions in the user's files,
-which do not change; the next `bucket` plans with them.
+"""The captions of a dataset next to pictures: items without a caption first; read, searched, and edited one by one or
+all at once. The next `bucket` plans with edited captions.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -17,81 +15,96 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cache.sets.caption_edits import apply_edits, read_edits, write_edit
-from cache.sets.item_rows import iter_item_rows
-from cache.shards.shard import ARROW_SUFFIX, TAR_SUFFIX
-from cache.store.files import Entry
-from cache.store.store import Store
+from cache.sets.caption_edits import read_edits, write_edit, write_edits
+from schemas.config.encoding import CAPTION_MODEL, CAPTION_MODEL_GB, caption_settings
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.json_records import parse_json
+from schemas.tables import MEDIA_SCHEMA
 from schemas.text_format import split_lines
 from stages.discovery.media_table import read_media_table
-from stages.encoding.stage_registry import CAPTION
+from stages.pages.captioned_items import (
+    Item,
+    add_model_captions,
+    check_captions,
+    find_matches,
+    list_items,
+    list_uncaptioned,
+    open_store,
+    read_model_captions,
+    write_caption_file,
+)
 from stages.pages.ui.app import Form, Page, Site, action, get, lines_of, parse_first_item, render, site_of
 from stages.pages.ui.child_programs import STAGES, Refused
+from stages.pages.ui.config_page import set_options
 from stages.pages.ui.job_cards import ACTIVE_STATES, build_job_card
 
 PATH, JOB = "/captions", "caption-thumbnails"
 MAX_SHOWN = 50  # items on one page
-MAX_CHARACTERS = 100_000  # characters in all captions of an item
-
-
-@dataclass(frozen=True)
-class Item:
-    """An item on the page. captions: the captions in use, one per line, with edits. file_captions: the captions that
-    `discover` found, one per line. before: the stored edit as JSON, "" if the item was not edited."""
-
-    media_id: str
-    path: str
-    about: str
-    captions: str
-    file_captions: str
-    before: str
-
-
-@lru_cache(maxsize=8)
-def _store(root: str) -> Store:
-    """A store that all requests share, because it reads a table again only if the table has changed."""
-    return Store(root)
+MAX_TRIGGER = 200  # characters of a trigger
 
 
 @dataclass
 class SearchResult:
     """The result of a search in a dataset's items. names: ids of the datasets. search: values of the search form.
-    items: the items on this page. total, edited: numbers of all items and of edited items in the dataset. count: number
-    of items found. start: index of the page's first item among the items found."""
+    items: the items on this page, those without a caption first. total, edited, lacking, rejected: numbers of all
+    items, and of items that are edited, lack a caption, or were rejected because of this. count: number of items found.
+    start: index of the page's first item among the items found. trigger: the dataset's option `trigger`."""
 
     names: list[str]
     search: dict[str, str]
     items: list[Item] = field(default_factory=list)
     total: int = 0
     edited: int = 0
+    lacking: int = 0
+    rejected: int = 0
     count: int = 0
     start: int = 0
+    trigger: str = ""
     described_paths: frozenset[str] = frozenset()  # paths of items whose captions a model made
     model_problem: LatentpressError | None = None  # why captions that a model made can't be shown
     problem: LatentpressError | None = None
 
 
-def _find(site: Site, query: Mapping[str, str]) -> SearchResult:
-    names = [dataset.id for dataset in site.config().datasets if not dataset.disabled]
-    dataset = query.get("dataset", "") if query.get("dataset") in names else next(iter(names), "")
-    words, only_edited = query.get("words", ""), bool(query.get("edited"))
-    result = SearchResult(names, {"dataset": dataset, "words": words, "edited": "1" if only_edited else ""})
+def _find(site: Site, query: Mapping[str, str], limit: int = MAX_SHOWN) -> SearchResult:
+    """limit: largest number of items on the page."""
+    datasets = {dataset.id: dataset for dataset in site.config().datasets if not dataset.disabled}
+    dataset = query.get("dataset", "") if query.get("dataset") in datasets else next(iter(datasets), "")
+    words, shown = query.get("words", ""), query.get("shown", "")
+    result = SearchResult(list(datasets), {"dataset": dataset, "words": words, "shown": shown})
+    result.trigger = datasets[dataset].trigger if dataset else ""
     try:
-        store = _store(site.root)
-        edits, media = read_edits(store), read_media_table(store, dataset)
+        store = open_store(site.root)
+        rejected = list(list_uncaptioned(site.config(), site.list_rejects(), dataset).values()) if dataset else []
+        try:
+            edits, media = read_edits(store), read_media_table(store, dataset)
+        except LatentpressError:
+            if not rejected:
+                raise
+            edits, media = read_edits(store), MEDIA_SCHEMA.empty_table()
         try:
             media, result.described_paths = add_model_captions(media, read_model_captions(store, site.config()))
         except LatentpressError as error:
             result.model_problem = error
-        is_edited = pc.is_in(media["media_id"], value_set=edits["media_id"].combine_chunks())
-        result.total, result.edited = len(media), pc.sum(is_edited).as_py() or 0
-        rows = np.flatnonzero(_matches(media, edits, words) & (np.asarray(is_edited) | (not only_edited)))
-        result.count = len(rows)
-        result.start = parse_first_item(query, result.count)
-        result.items = list(_list_items(media.take(pa.array(rows[result.start : result.start + MAX_SHOWN])), edits))
+        is_edited = np.asarray(pc.is_in(media["media_id"], value_set=edits["media_id"].combine_chunks()))
+        is_lacking = ~is_edited & (np.asarray(pc.fill_null(pc.list_value_length(media["captions"]), 0)) == 0)
+        result.total, result.edited, result.rejected = len(media) + len(rejected), int(is_edited.sum()), len(rejected)
+        result.lacking = int(is_lacking.sum()) + sum(not item.captions for item in rejected)
+        matches = find_matches(media, edits, words) & {"edited": is_edited, "lacking": is_lacking}.get(shown, True)
+        rows = np.flatnonzero(matches)
+        rows = rows[np.argsort(~is_lacking[rows], kind="stable")]
+        search_words = words.lower().split()
+        found = [
+            item
+            for item in rejected
+            if shown != "edited" and all(word in f"{item.path}\n{item.captions}".lower() for word in search_words)
+        ]
+        result.count = len(found) + len(rows)
+        start = result.start = parse_first_item(query, result.count)
+        first_row = max(0, start - len(found))
+        result.items = found[start : start + limit]
+        rows = rows[first_row : first_row + limit - len(result.items)]
+        result.items += list_items(media.take(pa.array(rows)), edits)
     except LatentpressError as error:
         result.problem = error
     return result
@@ -101,7 +114,8 @@ def show(request: Request) -> Response:
     site = site_of(request)
     result, thumbnails = _find(site, request.query_params), site.thumbnails.list_known()
     has_new = any(item.media_id not in thumbnails for item in result.items)
-    card = build_job_card(JOB, "thumbnails of these items", site.programs)
+    card = build_job_card(JOB, "pictures of these items", site.programs)
+    jobs = [*(["discover"] if result.rejected else []), *(["caption"] if site.config().caption else [])]
     return render(
         request,
         "captions.html",
@@ -113,9 +127,55 @@ def show(request: Request) -> Response:
         card=card,
         can_start=card.state not in ACTIVE_STATES,
         has_new=has_new,
-        describing=build_job_card("caption", STAGES["caption"], site.programs) if site.config().caption else None,
+        jobs=[build_job_card(job, STAGES[job], site.programs) for job in jobs],
+        model="" if site.config().caption else _describe_model(site.config()),
         is_due=has_new and site.programs.may_begin(JOB),
     )
+
+
+def _describe_model(config: Config) -> str:
+    """The model that would describe pictures, and the size of its download."""
+    if caption_settings(config.model.family_spec).get("model") == CAPTION_MODEL:
+        return f"{CAPTION_MODEL}, a download of {CAPTION_MODEL_GB} GB if it is not on this machine"
+    return f"the text encoder of {config.model.family}, without a further download"
+
+
+def describe_all(request: Request, form: Form) -> str:
+    """Choose a model for captions, and start the programs that describe items without a caption."""
+    site = site_of(request)
+    config = site.config()
+    if config.caption is None:
+        settings = caption_settings(config.model.family_spec)
+        set_options(site, {("caption", option): value for option, value in settings.items()})
+    site.programs.start("run", "--set=stages.order=[discover, caption]")
+    return "items without a caption are being described; the page Run shows the progress"
+
+
+def set_trigger(request: Request, form: Form) -> str:
+    """Set the words that are put before captions of a dataset that lack them, and that items without a caption get."""
+    site, words = site_of(request), " ".join(form.get("trigger", "").split())
+    ids = [dataset.id for dataset in site.config().datasets]
+    if form.get("dataset") not in ids or not 0 < len(words) <= MAX_TRIGGER:
+        raise Refused("no words were given", f"write a name or a few words, at most {MAX_TRIGGER} characters")
+    set_options(site, {("datasets", ids.index(form["dataset"]), "trigger"): words})
+    return f"the next run puts {words!r} before captions that lack it; items without a caption get it as theirs"
+
+
+def replace(request: Request, form: Form) -> str:
+    """Replace a text in all captions of a dataset."""
+    site, old, new = site_of(request), form.get("find", ""), form.get("with", "")
+    items = [item for item in _find(site, form, sys.maxsize).items if old and old in item.captions]
+    captions = {item.media_id: split_lines(item.captions.replace(old, new)) for item in items}
+    if not captions:
+        raise Refused(f"no caption contains {old!r}" if old else "no text was given", "check the text; case matters")
+    for texts in captions.values():
+        check_captions(texts)
+    for item in items:
+        if item.file is not None:
+            write_caption_file(item, captions.pop(item.media_id), json.loads(item.before))
+    before = {item.media_id: json.loads(item.before or "null") for item in items}
+    write_edits(open_store(site.root), captions, before)
+    return f"replaced in the captions of {len(items)} items"
 
 
 def make_thumbnails(request: Request, form: Form) -> str:
@@ -129,83 +189,11 @@ def make_thumbnails(request: Request, form: Form) -> str:
     return f"thumbnails of {len(ids)} items are being made"
 
 
-def read_model_captions(store: Store, config: Config) -> dict[str, list[str]]:
-    """Read the captions that the configured model made: media id -> captions; for a video, the captions of all its
-    clips. Raises LatentpressError if a shard is damaged or the model is missing."""
-    captions = dict[str, list[str]]()
-    if config.caption is None:
-        return captions
-    cache = f"captions/{CAPTION.fingerprint(config)}"
-    for file in store.list_files(cache):
-        if file.name.endswith((ARROW_SUFFIX, TAR_SUFFIX)):
-            for media_id, texts in _read_shard(config.root, f"{cache}/{file.name}", file):
-                item_captions = captions.setdefault(media_id, [])
-                item_captions += [text for text in texts if text not in item_captions]
-    return captions
-
-
-@lru_cache(maxsize=1000)
-def _read_shard(root: str, shard: str, version: Entry) -> list[tuple[str, list[str]]]:
-    """(media id, captions) of each row of a shard. They are kept in memory, because the root may be an object store.
-    version: the shard's entry in the store, which changes with the shard."""
-    rows = iter_item_rows(_store(root), shard.rpartition("/")[0], [shard])
-    return [(row.info["media_id"], row.info["captions"]) for _, _, row in rows]
-
-
-def add_model_captions(media: pa.Table, model_captions: Mapping[str, Sequence[str]]) -> tuple[pa.Table, frozenset[str]]:
-    """Add captions of a model to the items without captions of their own. media: media table. model_captions: media id
-    -> captions. Returns (media table, paths of the items that got captions)."""
-    lacking = pc.equal(pc.fill_null(pc.list_value_length(media["captions"]), 0), 0)
-    ids = [*dict.fromkeys(name for name in media["media_id"].filter(lacking).to_pylist() if name in model_captions)]
-    table = pa.table({"media_id": pa.array(ids, pa.string()), "captions": [list(model_captions[name]) for name in ids]})
-    described = pc.and_(lacking, pc.is_in(media["media_id"], value_set=table["media_id"].combine_chunks()))
-    if not ids:
-        return media, frozenset()
-    captions = pc.if_else(described, apply_edits(media, table)["captions"], media["captions"])
-    number = media.schema.get_field_index("captions")
-    return media.set_column(number, "captions", captions), frozenset(media["path"].filter(described).to_pylist())
-
-
-def _matches(media: pa.Table, edits: pa.Table, words: str) -> np.ndarray:
-    """(n,) bool, whether an item's path, captions and edited captions contain all words (case-insensitive)."""
-    matches = np.ones(len(media), bool)
-    if not words.split():
-        return matches
-    row = pc.index_in(media["media_id"], value_set=edits["media_id"].combine_chunks())
-    edited_captions = pc.binary_join(edits["captions"].combine_chunks(), "\n").take(row.combine_chunks())
-    columns = [
-        media["path"].combine_chunks(),
-        pc.binary_join(media["captions"].combine_chunks(), "\n"),
-        edited_captions,
-    ]
-    text = pc.utf8_lower(pc.binary_join_element_wise(*(pc.fill_null(column, "") for column in columns), "\n"))
-    for word in words.lower().split():
-        matches &= np.asarray(pc.match_substring(text, word))
-    return matches
-
-
-def _list_items(media: pa.Table, edits: pa.Table) -> Iterator[Item]:
-    page_edits = edits.filter(pc.is_in(edits["media_id"], value_set=media["media_id"].combine_chunks()))
-    captions_by_id = {row["media_id"]: row["captions"] for row in page_edits.to_pylist()}
-    names = ["media_id", "path", "kind", "width", "height", "captions"]
-    for row in media.select(names).to_pylist():
-        edit, file_captions = captions_by_id.get(row["media_id"]), row["captions"] or []
-        about = f"{row['kind']}, {row['width']}x{row['height']}"
-        before = "" if edit is None else json.dumps(edit)
-        yield Item(
-            row["media_id"], row["path"], about, _one_a_line(edit or file_captions), _one_a_line(file_captions), before
-        )
-
-
-def _one_a_line(captions: Sequence[str]) -> str:
-    """Captions as the form shows them, one per line. A caption from a table may have several lines, which are joined,
-    so that it stays one caption."""
-    return "\n".join(" ".join(split_lines(text)) for text in captions)
-
-
 def save(request: Request, form: Form) -> str:
     site, media_id, verb = site_of(request), request.path_params["media_id"], request.path_params["verb"]
-    if verb not in ("save", "restore") or not _is_known(site, media_id):
+    if verb not in ("save", "restore") or not (
+        _is_known(site, media_id) or media_id in list_uncaptioned(site.config(), site.list_rejects())
+    ):
         raise HTTPException(404, "the item or the action does not exist")
     try:
         before = parse_json((form.get("before", "") or "null").encode())
@@ -214,19 +202,13 @@ def save(request: Request, form: Form) -> str:
     if before is not None and not (isinstance(before, list) and all(isinstance(text, str) for text in before)):
         raise HTTPException(400, "'before' must be null or a list of strings")
     if verb == "restore":
-        write_edit(_store(site.root), media_id, None, before)
+        write_edit(open_store(site.root), media_id, None, before)
         return "the caption of the file is used again"
     captions = lines_of(form, "text")
-    if not captions:
-        raise Refused(
-            "the caption is empty",
-            "write a caption; to leave the item out, exclude it with the dataset's option `where`",
-        )
-    if any("\0" in text for text in captions):
-        raise Refused("a caption contains a zero byte", "remove it, and save again")
-    if len("".join(captions)) > MAX_CHARACTERS:
-        raise Refused(f"the captions have more than {MAX_CHARACTERS} characters", "shorten them")
-    write_edit(_store(site.root), media_id, captions, before)
+    check_captions(captions)
+    if item := list_uncaptioned(site.config(), site.list_rejects()).get(media_id):
+        return write_caption_file(item, captions, before)
+    write_edit(open_store(site.root), media_id, captions, before)
     return "saved; the next run plans with it"
 
 
@@ -235,7 +217,7 @@ def _is_known(site: Site, media_id: str) -> bool:
         return False
     for dataset in site.config().datasets:
         try:
-            ids = read_media_table(_store(site.root), dataset.id)["media_id"]
+            ids = read_media_table(open_store(site.root), dataset.id)["media_id"]
         except LatentpressError:
             continue
         if pc.any(pc.equal(ids, media_id)).as_py():
@@ -249,6 +231,9 @@ PAGE = Page(
     (
         get(PATH, show),
         action(f"{PATH}/thumbnails", make_thumbnails, PATH),
+        action(f"{PATH}/describe", describe_all, PATH),
+        action(f"{PATH}/trigger", set_trigger, PATH),
+        action(f"{PATH}/replace", replace, PATH),
         action(PATH + "/{media_id}/{verb}", save, PATH),
     ),
 )

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +20,24 @@ from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from cache.store.files import explained
 from schemas.config.loading import parse_config, read_text
 from schemas.config.section import NAME_PATTERN
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_lines
-from stages.configuring.choice import list_recipes
-from stages.configuring.questions import QUESTIONS, make_name
+from stages.configuring.choice import describe_recipes, list_recipes
+from stages.configuring.questions import QUESTIONS, make_name, parse_card, parse_task, parse_time
 from stages.configuring.text import compare_texts, write_file
 from stages.importing.trainers import TRAINERS
 from stages.pages.ui.app import Form, Moved, Page, action, get, lines_of, render
 from stages.pages.ui.child_programs import Refused, start_detached
-from stages.pages.ui.places import Places, list_requested
+from stages.pages.ui.places import NotPermitted, Places, list_requested
 from stages.pages.ui.projects import Projects
 from stages.pages.ui.records import read_piece
+from stages.pages.ui.uploads import receive_file
 
 #: Program that makes proposals -> options that it needs for this.
 PROGRAMS: Mapping[str, tuple[str, ...]] = {"new": ("--yes",), "import-config": ()}
@@ -112,6 +113,7 @@ class Proposals:
         with explained(str(folder)):
             folder.mkdir(parents=True)
             argv = ["--config", str(file), "--dry-run", "--json", *PROGRAMS[program], *words]
+            argv += [f"--pictures={folder / PICTURES}"] if program == "new" else []
             with (folder / REPORT).open("wb") as report, (folder / LOG).open("wb") as log:
                 process = start_detached(program, argv, report, log, os.environ)
         before = read_text(file) if file.exists() else None
@@ -124,11 +126,12 @@ class Proposals:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-REPORT, LOG = "report.json", "log.txt"  # files in the folder of a proposal
+REPORT, LOG, PICTURES = "report.json", "log.txt", "pictures"  # in the folder of a proposal
 PROPOSALS_PATH = "/proposals"
 #: Details of a report that are shown as tables -> heading.
 TABLES = {"missing": "Not installed"}
 FACTS = ("answers", "media")
+MAX_CUT = 25  # percent of a picture; larger crops are marked
 WARNING = "warning: "
 
 
@@ -160,6 +163,7 @@ def make_proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseR
             warnings=[line.removeprefix(WARNING) for line in log.split("\n") if line.startswith(WARNING)],
             error=report.get("error"),
             details=_describe(report.get("details", {})),
+            pictures=[path.stem for path in (proposal.folder / PICTURES).glob("*.webp")],
             failed=report.get("failed", []),
             next_steps=report.get("next_steps", []),
             text=escape_lines(text),
@@ -178,7 +182,18 @@ def make_proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseR
         proposal.write()
         return Moved(f"{projects.open(proposal.file).site.base}/")
 
-    return [get(PROPOSALS_PATH + "/{key}", show), action(PROPOSALS_PATH + "/{key}/{verb}", act, "/projects")]
+    def show_picture(request: Request) -> Response:
+        path = find(request).folder / PICTURES / f"{request.path_params['number']}.webp"
+        if not path.is_file():
+            raise HTTPException(404, "the picture does not exist")
+        return FileResponse(path, media_type="image/webp")
+
+    picture_route = get(PROPOSALS_PATH + "/{key}/{number:int}.webp", show_picture)
+    return [
+        get(PROPOSALS_PATH + "/{key}", show),
+        picture_route,
+        action(PROPOSALS_PATH + "/{key}/{verb}", act, "/projects"),
+    ]
 
 
 def _describe(details: dict[str, Any]) -> dict[str, Any]:
@@ -188,24 +203,44 @@ def _describe(details: dict[str, Any]) -> dict[str, Any]:
     tables = {heading: details[name] for name, heading in TABLES.items() if details.get(name)}
     keys = {heading: details.get(name, []) for name, heading in
             (("carried_over", "Carried over"), ("not_needed", "Not needed"))}  # fmt: skip
-    return {"facts": facts, "tables": tables, "keys": {heading: rows for heading, rows in keys.items() if rows}}
+    shown = {name: details.get(name, []) for name in ("sentence", "crops", "left_out")}
+    return {
+        **shown,
+        "max_cut": MAX_CUT,
+        "facts": facts,
+        "tables": tables,
+        "keys": {heading: rows for heading, rows in keys.items() if rows},
+    }
 
 
 NEW_PATH = "/new"
 FILE = "pipeline.yaml"
 ANSWERS = (*QUESTIONS, "recipe")  # options of `latentpress new`, and its argument
+#: Answer -> function that raises ValueError if it is not valid.
+PARSERS: Mapping[str, Callable[[str], Any]] = {"task": parse_task, "card": parse_card, "time": parse_time}
 FOLDERS = tuple(name for name, question in QUESTIONS.items() if question.is_folder)
 MAX_CHARACTERS = 2000  # characters of an answer
 
 
+class NotAnswered(Refused):
+    """Raised if an answer is not valid. name: name of its field."""
+
+    def __init__(self, name: str, message: str, next_step: str) -> None:
+        super().__init__(message, next_step)
+        self.name = name
+
+
 def check_new_file(folder: Path, name: str) -> Path:
-    """The path of a new project's configuration. Raises Refused if the name is not valid or its folder can't be
-    used."""
+    """The path of a new project's configuration; spaces in the name become "-". Raises NotAnswered if the name is not
+    valid or its folder can't be used."""
+    name = "-".join(name.split())
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > 60:
-        raise Refused(f"{name!a} is not a valid name of a folder", "use letters, digits, '.', '_' and '-', at most 60")
+        raise NotAnswered(
+            "name", f"{name!a} is not a valid name of a folder", "use letters, digits, '.', '_' and '-', at most 60"
+        )
     file = folder / name / FILE
     if file.parent.is_symlink() or file.is_symlink() or (file.parent.exists() and not file.parent.is_dir()):
-        raise Refused(f"{file.parent} is a link, or is not a folder", "choose another name")
+        raise NotAnswered("name", f"{file.parent} is a link, or is not a folder", "choose another name")
     return file
 
 
@@ -219,51 +254,81 @@ def find_free_name(folder: Path, text: str) -> str:
 def make_new_project_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
     def show(request: Request) -> Response:
         """Show folders to choose from; if the query parameter `media` names a folder, show the form."""
-        answers = {name: request.query_params.get(name, "") for name in ("name", *ANSWERS)}
-        problem: LatentpressError | None = None
-        if answers["media"]:
+        return show_form(request, request.query_params)
+
+    def show_form(request: Request, form: Mapping[str, str], problem: LatentpressError | None = None) -> Response:
+        answers = {name: form.get(name, "") for name in ("name", *ANSWERS)}
+        if answers["media"] and not (isinstance(problem, NotAnswered) and problem.name == "media"):
             try:
                 media = places.find_folder(answers["media"])
                 answers["name"] = answers["name"] or find_free_name(projects.home, media.name)
                 return render(
                     request,
                     "projects/new_project.html",
+                    409 if problem else 200,
                     title="New project",
                     answers=answers,
-                    questions=[question for question in QUESTIONS.values() if question.name != "media"],
+                    questions={name: question for name, question in QUESTIONS.items() if name != "media"},
+                    cards=describe_recipes(),
                     recipes=list_recipes(),
                     home=projects.home,
+                    problem=problem,
+                    place=getattr(problem, "name", ""),
                 )
             except LatentpressError as error:
                 problem = error
         listing, refusal = list_requested(places, request)
-        return render(
-            request, "projects/choose_media.html", title="New project", listing=listing, problem=problem or refusal
-        )
+        name = answers["name"] or find_free_name(projects.home, "my-project")
+        values = {"title": "New project", "listing": listing, "problem": problem or refusal, "name": name}
+        return render(request, "projects/choose_media.html", 409 if problem else 200, **values)
 
     def propose(request: Request, form: Form) -> Moved:
         answers = _read_answers(form, places)
-        name = form.get("name", "").strip()
-        file = check_new_file(projects.home, name)
+        file = check_new_file(projects.home, form.get("name", ""))
         words = [f"--{option}={answer}" for option, answer in answers.items() if option != "media"]
-        form_address = f"{NEW_PATH}?{urlencode({'name': name, **answers})}"
+        form_address = f"{NEW_PATH}?{urlencode({'name': file.parent.name, **answers})}"
         proposal = proposals.begin("new", file, [*words, "--", answers["media"]], form_address)
         return Moved(make_proposal_address(proposal))
 
-    return Page("New project", NEW_PATH, (get(NEW_PATH, show), action(f"{NEW_PATH}/propose", propose, NEW_PATH)))
+    async def upload(request: Request) -> Response:
+        try:
+            file = check_new_file(projects.home, request.path_params["name"])
+            places.find_folder(str(projects.home))
+            if file.exists():
+                raise NotAnswered("name", f"the project {file.parent.name} exists already", "choose another name")
+            folder = file.parent / file.parent.name  # dataset and run are named after it
+            await receive_file(request, folder, request.path_params["file"])
+        except LatentpressError as error:
+            return JSONResponse({"error": error.message, "next_step": error.next_step}, 409)
+        return JSONResponse({"media": str(folder), "name": file.parent.name})
+
+    routes = (
+        get(NEW_PATH, show),
+        action(f"{NEW_PATH}/propose", propose, NEW_PATH, again=show_form),
+        Route(NEW_PATH + "/upload/{name}/{file}", upload, methods=["POST"]),
+    )
+    return Page("New project", NEW_PATH, routes)
 
 
 def _read_answers(form: Form, places: Places) -> Mapping[str, str]:
-    answers = {name: " ".join(form.get(name, "").split()) for name in ANSWERS if name not in FOLDERS}
-    answers |= {name: form.get(name, "") for name in FOLDERS}
+    """The answers that were given. Raises NotAnswered if an answer is not valid."""
+    answers = {
+        name: form.get(name, "") if name in FOLDERS else " ".join(form.get(name, "").split()) for name in ANSWERS
+    }
     answers = {name: answer for name, answer in answers.items() if answer}
     for name, answer in answers.items():
-        if len(answer) > MAX_CHARACTERS:
-            raise Refused(f"the answer to {name} has more than {MAX_CHARACTERS} characters", "shorten it")
-        if name in FOLDERS:
-            places.find_folder(answer)
+        try:
+            if len(answer) > MAX_CHARACTERS:
+                raise ValueError(f"the answer has more than {MAX_CHARACTERS} characters")
+            if name in FOLDERS:
+                places.find_folder(answer)
+            PARSERS.get(name, str)(answer)
+        except NotPermitted as error:
+            raise NotAnswered(name, error.message, error.next_step) from error
+        except ValueError as error:
+            raise NotAnswered(name, str(error), "change the answer") from error
     if "media" not in answers:
-        raise Refused("no folder of media was chosen", "choose a folder first")
+        raise NotAnswered("media", "no folder of media was chosen", "choose a folder first")
     return answers
 
 
