@@ -58,11 +58,12 @@ class StopRequest:
         self._accelerator: Accelerator | None = None
         self._on_check: Callable[[], None] = lambda: None
         self._folder: Path | None = None
+        self._is_requested = False  # by a file in the folder
 
     @property
     def reason(self) -> str:
         """The reason to stop, like "SIGTERM" or "--max-time"."""
-        return self._handler.reason or "a request, or a signal to another rank"
+        return self._handler.reason or ("a request" if self._is_requested else "a signal to another rank")
 
     @contextmanager
     def on_signals(self, folder: Path, settings: Train, is_main: bool) -> Iterator[None]:
@@ -128,6 +129,7 @@ class StopRequest:
         self._on_check()
         requests = REQUESTS if stopped is StopTraining else (STOP,)
         asked, accelerator = [*self._take_requests(requests), bool(self._handler.reason)], self._accelerator
+        self._is_requested = asked[-2]
         if accelerator is not None and accelerator.num_processes > 1:
             import torch
 

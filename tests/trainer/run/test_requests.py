@@ -28,7 +28,7 @@ def test_requests_are_served_once_after_the_step(ready, program, monkeypatch) ->
 
     monkeypatch.setattr(loop, "train_step", step)
     code, report, _ = program(config)
-    assert "request" in report["details"]["stopped"] and code
+    assert report["details"]["stopped"].startswith("by a request; nothing is lost") and code
     assert list(lines(config)) == [1, 2, 3, 4, 5, 6] and set(lines(config, "eval_loss")) == {0, 3}
     steps = [checkpoint_step(path) for path in list_checkpoints(config.run_folder / CHECKPOINTS)]
     assert steps == [5, 6]
