@@ -206,7 +206,7 @@ def _describe(
 
 
 def _describe_in_words(answers: Answers, config: Config, media: Media) -> str:
-    """Like "13 of 16 pictures, Z-Image, 1,500 steps, about 10 of 16 GB"."""
+    """Like "13 of 16 pictures, NAME, 1,500 steps, about 10 of 16 GB"."""
     candidate = choose_candidate(answers)
     names = {card.recipe: card.model for card in describe_recipes()}
     name = names.get(candidate.recipe, config.model.flavour_spec.name)
