@@ -19,8 +19,6 @@ from stages.rehearsing.tiny_shapes import KIND_OF, KINDS
 from tests.forms import long
 from tests.project import Project
 
-SHORT = ("z-image-lora-16gb",)
-
 
 @pytest.fixture
 def start(forked_programs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Report]:
@@ -66,7 +64,7 @@ def test_a_recipe_becomes_small_and_needs_no_card(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in list_recipes()])
+@pytest.mark.parametrize("name", [long(name) for name in list_recipes()])
 def test_a_recipe_is_rehearsed(name: str, tmp_path: Path, start: Callable[..., Report]) -> None:
     """With media of the size that the recipe is for: all stages run, and the real run's folders stay empty."""
     file = tmp_path / f"{name}.yaml"
