@@ -89,7 +89,7 @@ def missing_components(config: Config) -> dict[str, Any]:
 
 
 def base_pipeline(config: Config, **components: Any) -> Any:
-    """The pipeline of the checkpoint. components: components that replace those of the checkpoint; None leaves one
+    """The pipeline of the checkpoint. components: components that replace the checkpoint's; None leaves one
     out."""
     import diffusers
 

@@ -56,7 +56,7 @@ def run(
     report.details["not_shown"] = [line.format(dry_run=dry_run) for line in NEVER_SHOWN]
     if ids := [dataset.id for dataset in config.datasets if needs_stand_in(dataset)]:
         report.details["not_shown"].append(
-            f"Captions of {', '.join(ids)}: each item has a stand-in for a model's caption."
+            f"Captions of {', '.join(ids)}: an item without a caption has a stand-in for a model's caption."
         )
     if found := options_off(config):
         report.details["not_shown"].append(f"Options that were off: {', '.join(found)}.")

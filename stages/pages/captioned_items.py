@@ -66,8 +66,9 @@ def list_uncaptioned(config: Config, rejected: Iterable[RejectedItem], dataset: 
     for item in rejected:
         if item.stage == "discover" and item.reason in MISSING_REASONS and item.dataset in folders:
             file = (folders[item.dataset] / item.path).with_suffix(".txt")
-            if can_have_thumbnail(item.path) and file.parent.resolve().is_relative_to(folders[item.dataset].resolve()):
-                lines = split_lines(read_text(file)) if file.is_file() and not file.is_symlink() else []
+            is_inside = file.parent.resolve().is_relative_to(folders[item.dataset].resolve())
+            if can_have_thumbnail(item.path) and is_inside and not file.is_symlink():  # a link is never replaced
+                lines = split_lines(read_text(file)) if file.is_file() else []
                 before = json.dumps(lines) if lines else ""
                 about = f"written into {file.name}" if lines else "no caption"
                 items[thumbnail_id(item)] = Item(

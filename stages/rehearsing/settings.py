@@ -32,14 +32,8 @@ IGNORED = (
 )
 #: Options of a dataset that are set to their defaults, because no model makes captions or masks.
 DATASET_IGNORED = (
-    *(
-        "make_captions",
-        "make_captions_where",
-        "generated_captions",
-        "caption_sets",
-        "make_masks",
-        "skip_file_discovery",
-    ),
+    *("make_captions", "make_captions_where", "generated_captions", "caption_sets", "make_masks"),
+    "skip_file_discovery",
 )
 
 STAND_IN = "A stand-in for a caption that a model would write."
@@ -68,9 +62,7 @@ def rehearsal_values(config: Config, folder: Path, steps: int, device: str | Non
             dataset.pop(key, None)
     for dataset, own in zip(values["datasets"], config.datasets, strict=True):
         if needs_stand_in(own):
-            for key in ("captions_per_file", "caption_file", "caption_column"):
-                dataset.pop(key, None)
-            dataset |= {"caption_strategy": "instanceprompt", "instance_prompt": STAND_IN}
+            dataset["instance_prompt"] = dataset["instance_prompt"] or STAND_IN  # caption of items without one
     train, validation = values["train"], values["validation"]
     values |= {"root": str(folder / "work"), "output": str(folder / "output")}
     values["model"] |= {"path": str(folder / "model"), "precision": "float32"}

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from cache.sets.set_lookup import current_plan
+from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
 from schemas.errors import LatentpressError, UsageError
 from stages import rehearse
 from stages.configuring.choice import FOLDER, list_recipes
-from stages.rehearsing.settings import EDGE, FRAMES, options_off, rehearsal_values, small_values
+from stages.rehearse import FULL
+from stages.rehearsing.settings import EDGE, FRAMES, STAND_IN, options_off, rehearsal_values, small_values
 from stages.rehearsing.tiny_shapes import KIND_OF, KINDS
 from tests.forms import long
 from tests.project import Project
@@ -124,6 +127,8 @@ def test_what_would_be_rejected_is_listed_and_captions_have_a_stand_in(
     for option in ("model.assistant", "stages.engine ray", "caption", "notify", "hub", "Captions of photos"):
         assert option in shown, option
     assert (kept / "output/run/samples/scores.json").exists() or list((kept / "output").rglob("scores*"))
+    plan = current_plan(Store(str(kept / "work")), load_config(kept / FULL))
+    assert {"own words", STAND_IN} <= {*plan.text_table["text"].to_pylist()}
     with pytest.raises(UsageError):
         start(file, keep=kept)
 

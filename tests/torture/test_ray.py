@@ -70,12 +70,12 @@ def test_a_node_is_killed_and_another_joins(tmp_path: Path) -> None:
         def meanwhile() -> None:
             until(lambda: run.tries("slow-0") and run.tries("slow-1"))
             cluster.remove_node(sorted(cluster.worker_nodes, key=id)[0], allow_graceful=False)
-            until(lambda: any("tried again alone" in line for line in run.said))
+            until(lambda: any("was lost" in line for line in run.said))
             cluster.add_node(**NODE, num_cpus=1)
             until(lambda: run.tries("slow-2") or max(len(run.tries(name)) for name in ("slow-0", "slow-1")) == 2)
 
         run.check_all_done(meanwhile)
-        assert sum("tried again alone: slow-" in line for line in run.said) == 1
+        assert sum("was lost" in line and "slow-" in line for line in run.said) == 1
         assert sorted(len(run.tries(name)) for name in ("slow-0", "slow-1", "slow-2")) == [1, 1, 2]
 
 
