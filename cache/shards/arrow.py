@@ -2,8 +2,8 @@
 
 The description (which rows succeeded) is known only at the end, while Arrow writes the schema first. So it is written
 blank and filled in at the end, and rows are written as they are added. Keeping them in memory until then took the
-memory of the whole unit (128 MiB) and twice the time, since new memory costs more than the copy. A last empty batch or
-the footer alone would have hidden the description from readers that know only schemas.
+memory of the whole unit (128 MiB) and twice the time, since new memory costs more than the copy. A description in the
+footer alone or in a last empty batch would not be found by readers of the schema.
 """
 
 import struct

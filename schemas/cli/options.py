@@ -67,9 +67,9 @@ def find_task(environment: Mapping[str, str], total: int | None = None) -> Parti
 
 
 def _slurm_task(environment: Mapping[str, str], total: int | None) -> tuple[int, int]:
-    """Number and total of a task of an array, of a step that srun started with several tasks, or of both: each task of
-    the array is then as many parts as its step has tasks. A batch script has SLURM_PROCID without being one of several:
-    only a step counts, which has SLURM_STEP_NUM_TASKS."""
+    """Number and total of a task: of an array, or of a step that srun started with several tasks. If each task of an
+    array runs such a step, the total is the product of both numbers of tasks. SLURM_PROCID alone does not show a step,
+    because a batch script has it too; a step also has SLURM_STEP_NUM_TASKS."""
     number, tasks = 0, 1
     if "SLURM_ARRAY_TASK_ID" in environment:
         number = _number(environment, "SLURM_ARRAY_TASK_ID")

@@ -3,7 +3,8 @@
 `latentpress run` makes these checks before its first stage, and `train`, also with --dry-run, before it loads the
 transformer. They read the headers of local weights, and adapter files. Only `train` itself detects:
 
-- processes of a run that do not meet, differ, or do not see one folder: only one process exists at the checks;
+- processes of a run that do not find each other, have different configurations, or do not share a folder: at the checks
+  only one process exists;
 - problems in the weights of a repository, which only `train` fetches; weights that are damaged, or differ from the
   weights that the checkpoint was trained on, since that requires reading all files;
 - problems with samples and shards that a stage of the same `run` makes: whether the run may continue from the
