@@ -246,10 +246,17 @@ class ShiftByTokens:
 @dataclass(frozen=True)
 class ComfyUINames:
     """The names of modules in ComfyUI. paths: pairs (diffusers path, ComfyUI path) for names that differ: paths of
-    modules, or whole segments of such paths; replaced in order. prefix: text before each path in a file."""
+    modules, or whole segments of such paths; replaced in order. prefix: text before each path in a file, either
+    "diffusion_model." or, for models whose names ComfyUI maps only behind the prefix of diffusers, "transformer."."""
 
     paths: tuple[tuple[str, str], ...] = ()
     prefix: str = "diffusion_model."
+
+    @property
+    def has_alpha(self) -> bool:
+        """Whether a file has an alpha tensor for each module. Otherwise the weights are multiplied by the strength,
+        because diffusers reads files with its own prefix, too, and ignores or rejects their alpha tensors."""
+        return self.prefix == "diffusion_model."
 
 
 @dataclass(frozen=True)

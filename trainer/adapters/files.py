@@ -119,9 +119,11 @@ def adapter_contents(
         for name, layer in layers.items():
             path = rename(name.removeprefix("transformer."), names.paths)
             start = f"{LYCORIS_PREFIX}{flat_name(name)}" if form == "lycoris" else f"{names.prefix}{path}"
-            tensors, alpha = layer.tensors_and_alpha()
+            has_alpha = form == "lycoris" or names.has_alpha
+            tensors, alpha = (layer if has_alpha else layer.with_strength()).tensors_and_alpha()
             named |= {f"{start}.{end}": tensor for end, tensor in tensors.items()}
-            named[f"{start}.{ALPHA}"] = torch.tensor(alpha)
+            if has_alpha:
+                named[f"{start}.{ALPHA}"] = torch.tensor(alpha)
         for key, tensor in named.items():
             if not tensor.isfinite().all():
                 problem = f"{key}: times the adapter's strength, its values are too large for {str(tensor.dtype)[6:]}"

@@ -6,7 +6,8 @@ diffusers  transformer.<module>.lora_A.weight (rank, inputs, ...) and .lora_B.we
 comfyui    diffusion_model.<module>.lora_A.weight, .lora_B.weight and .alpha, a number; without it, the strength is 1.
            ComfyUI maps this prefix for every model whose modules have these names, and "transformer." only for some
            models (comfy/lora.py, comfy/weight_adapter/lora.py). If ComfyUI has other names for the modules, or maps
-           their names only with the other prefix, the file uses ComfyUI's names (Family.comfyui_names)
+           their names only with the other prefix, the file uses ComfyUI's names (Family.comfyui_names). With the
+           prefix "transformer.", B is multiplied by the strength, and the file has no alpha
 lycoris    lycoris_<module path with underscores>.<tensor>, for a LoKr: the names of the LyCORIS library. ComfyUI maps
            them only for some models. LoRAs of kohya (musubi-tuner) are read in the same way:
            lora_unet_<module path with underscores>.lora_down.weight

@@ -96,6 +96,10 @@ class Lora:
         """The tensors, and the alpha that ComfyUI reads."""
         return self.tensors, self.alpha
 
+    def with_strength(self) -> "Lora":
+        """The same layer with the scale 1: B is multiplied by the scale."""
+        return replace(self, scale=1.0, tensors={**self.tensors, UP: self.tensors[UP].float() * self.scale})
+
 
 @dataclass(frozen=True)
 class Lokr:
@@ -160,7 +164,12 @@ class Lokr:
         the scale."""
         if self.tensors.keys() != set(SIDES):
             return self.tensors, self.alpha
-        return {**self.tensors, SIDES[0]: self.matrix(SIDES[0]) * self.scale}, float(self.rank)
+        return self.with_strength().tensors, float(self.rank)
+
+    def with_strength(self) -> "Lokr":
+        """The same layer with the scale 1: w1, or its first factor, is multiplied by the scale."""
+        first = SIDES[0] if SIDES[0] in self.tensors else f"{SIDES[0]}_a"
+        return replace(self, scale=1.0, tensors={**self.tensors, first: self.tensors[first].float() * self.scale})
 
 
 Layer = Lora | Lokr
