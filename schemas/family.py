@@ -20,7 +20,7 @@ from schemas.geometry import Crop, Ints
 if TYPE_CHECKING:  # `--help` imports the catalog, and need not load pyarrow
     import pyarrow as pa
 
-MOST_REFERENCES = 9  # reference images of a sample, in any family
+MOST_REFERENCES = 10  # reference images of a sample, in any family
 #: Roles of the companions that are source images. Tasks with several references use more than the first role.
 SOURCE_ROLES = ("source", *(f"source_{number}" for number in range(2, MOST_REFERENCES + 1)))
 #: The parts of a sample, or of a validation prompt, that are its references, in their order.
