@@ -70,12 +70,12 @@ def make_transformer(name: str, family: ModelFamily, options: argparse.Namespace
         model = Kandinsky5Transformer3DModel.from_config(stock.config)
         model.load_state_dict(stock.state_dict())
         install_processors(model)
-    make_trainable(model, family, settings.adapter, settings.weight_precision)
+    make_trainable(model, family, FAMILY_TASKS[name], settings.adapter, settings.weight_precision)
     if settings.attention_backend != NATIVE:
         use_backend(model, family, settings.attention_backend)
     if settings.compile == "blocks":
-        compile_blocks(family.blocks(model), settings.compile_backend, lambda line: None)
-    reduce_memory(model, family, settings, torch.device("cpu"))
+        compile_blocks(family.blocks(model, FAMILY_TASKS[name]), settings.compile_backend, lambda line: None)
+    reduce_memory(model, family, FAMILY_TASKS[name], settings, torch.device("cpu"))
     return model.train()
 
 

@@ -126,7 +126,7 @@ def count_step(case: Flavour, tokens: int) -> tuple[int, int]:
     with META, WithoutMask(), torch.no_grad(), FlopCounterMode(display=False) as base:
         compute_loss()
     with META:
-        make_trainable(model, family, settings.adapter, settings.weight_precision, None)
+        make_trainable(model, family, config.model.task, settings.adapter, settings.weight_precision, None)
     with META, WithoutMask(), FlopCounterMode(display=False) as lora:
         loss = compute_loss()
         forward = lora.get_total_flops()

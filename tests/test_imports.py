@@ -115,7 +115,7 @@ from trainer.families.sana import Sana
 from trainer.validation import load_scheduler
 for family, folder in ((Kandinsky5(), sys.argv[1]), (Sana(), sys.argv[2])):
     model = family.load(folder)
-    make_trainable(model, family, Adapter(rank=2))
+    make_trainable(model, family, "t2i", Adapter(rank=2))
     save_lora(model, Path(sys.argv[3]), "family")
     load_scheduler(folder)
 """

@@ -17,11 +17,12 @@ def save_changed_weights(
 ) -> None:
     """The adapter, or the model in full rank, that a run on this checkpoint has saved; it changes the output. part: the
     transformer's sub-folder. adapter: settings of train.adapter."""
-    module = module_of(FAMILIES[family])
+    spec = FAMILIES[family]
+    module, task = module_of(spec), spec.flavours[spec.default_flavour].task
     model = module.load(str(checkpoint), part=part)
     torch.manual_seed(0)
     full = adapter["type"] == "full"
-    make_trainable(model, module, Adapter(**adapter, **({} if full else {"rank": 2})))
+    make_trainable(model, module, task, Adapter(**adapter, **({} if full else {"rank": 2})))
     for parameter in adapters.trainable_parameters(model).values():
         torch.nn.init.normal_(parameter, std=0.05)
     if full:

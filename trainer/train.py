@@ -399,7 +399,7 @@ def export(
         notes["expert"] = run.config.train.experts
     with inference_weights(run.trainable, run.optimizer, run.average) as notes["weights"]:
         adapter, part = run.config.train.adapter, run.config.part
-        return export_weights(run.model, run.family, adapter, part, folder, notes, formats)
+        return export_weights(run.model, run.family, run.config.model.task, adapter, part, folder, notes, formats)
 
 
 def save_result(run: TrainState, step: int) -> Path:

@@ -47,7 +47,7 @@ def trained_shapes(model: Model, adapter: Adapter) -> dict[str, torch.Size]:
     family = module_of(FAMILIES[model.family])
     with torch.device("meta"):
         transformer = family.untrained(model.shape)
-        make_trainable(transformer, family, adapter, "float32")
+        make_trainable(transformer, family, model.task, adapter, "float32")
     return {name: weight.shape for name, weight in transformer.named_parameters() if weight.requires_grad}
 
 

@@ -262,7 +262,7 @@ def test_a_prediction_does_not_depend_on_the_batch_or_on_checkpointing(made: Mad
 def test_blocks_compute_the_tokens_of_the_grid_in_their_order(made: Made) -> None:
     model, family, called = made.load(), made.family, []
     batch = make_batch(made.name, model, frames=5)
-    blocks = family.blocks(model)
+    blocks = family.blocks(model, made.row.task)
     for block in blocks:
         block.register_forward_pre_hook(
             lambda block, inputs, named: called.append((block, next(iter((*inputs, *named.values()))).shape)),
@@ -276,7 +276,8 @@ def test_blocks_compute_the_tokens_of_the_grid_in_their_order(made: Made) -> Non
     assert (grid.frames, grid.rows, grid.columns) == (batch.latents_BCTHW.shape[2], 4 // edge, 4 // edge)
     assert shape[:-1].numel() >= 2 * grid.tokens and shape[-1] == family.hidden_size(model)
     assert [block for block in blocks if block in visual] == visual and blocks[-1] in visual
-    listed = {id(weight) for block in blocks for weight in block.parameters()}
+    everything = [*blocks, *family.idle_blocks(model, made.row.task)]
+    listed = {id(weight) for block in everything for weight in block.parameters()}
     assert listed == {id(weight) for name, weight in model.named_parameters() if REPEATED.search(name)}
 
 
@@ -287,7 +288,8 @@ def test_every_trained_weight_gets_a_gradient(made: Made, form: str) -> None:
     run.optimizer.step = lambda: without.extend(name for name, weight in run.trainable.items() if weight.grad is None)
     loop.train_step(run, run.loader.step(0))
     assert run.trainable and without == []
-    left_out = {id(weight) for part in run.family.without_gradient(run.model) for weight in part.parameters()}
+    unused = run.family.without_gradient(run.model, made.row.task)
+    left_out = {id(weight) for part in unused for weight in part.parameters()}
     trained = {id(weight) for weight in run.trainable.values()}
     assert not left_out & trained
     if form == "full":

@@ -85,10 +85,10 @@ def absent_parts(wanted: type) -> dict[str, None]:
 
 def trained(kind: str, folder: Path, moved: float = 0.1, part: str = "transformer", **options):
     """A model with an adapter, a LoRA of rank 4 by default, that has moved away from its start."""
-    family, _ = KINDS[kind]
+    family, task = KINDS[kind]
     model = family.load(str(folder), part=part)
     torch.manual_seed(0)
-    make_trainable(model, family, Adapter(**{"rank": 4, **options}))
+    make_trainable(model, family, task, Adapter(**{"rank": 4, **options}))
     for i, (name, parameter) in enumerate(adapters.trainable_parameters(model).items()):
         if "lora_A" not in name:
             parameter.data += random(*parameter.shape, seed=i) * moved

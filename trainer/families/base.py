@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -181,22 +181,30 @@ class ModelFamily(ABC):
         """Number of leading latent frames that are given: they are not noised and are not part of the loss."""
         return 0
 
-    def blocks(self, model: Any) -> list[torch.nn.Module]:
-        """The transformer's repeated blocks, in the order in which they compute: the units of offloading,
-        checkpointing, compilation and sharding."""
-        return [*model.transformer_blocks]
+    def blocks(self, model: Any, task: Task) -> list[torch.nn.Module]:
+        """The transformer's repeated blocks that compute for the task, in the order in which they compute: the units of
+        offloading, checkpointing, compilation and sharding."""
+        return self.visual_blocks(model)
+
+    def idle_blocks(self, model: Any, task: Task) -> list[torch.nn.Module]:
+        """The blocks that compute only for other tasks of the same checkpoint. Their weights stay on the host if blocks
+        are offloaded."""
+        used = dict.fromkeys(self.blocks(model, task))
+        others = dict.fromkeys(block for other in get_args(Task) for block in self.blocks(model, other))
+        return [block for block in others if block not in used]
 
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
-        """The blocks of `blocks` that compute the visual tokens (B, N, D), in the order of `token_grid`."""
-        return self.blocks(model)
+        """The blocks that compute the visual tokens (B, N, D), in the order of `token_grid`, for any task."""
+        return [*model.transformer_blocks]
 
     def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
         """Returns the positions of the visual tokens in the arguments and output of a visual block."""
         return FIRST_TOKENS
 
-    def without_gradient(self, model: Any) -> list[torch.nn.Module]:
-        """Modules whose weights do not affect the prediction, such as the text layers of a last block. They are never
-        trained, because DistributedDataParallel waits for a gradient of each trained weight."""
+    def without_gradient(self, model: Any, task: Task) -> list[torch.nn.Module]:
+        """Modules whose weights do not affect the task's prediction, such as the text layers of a last block, or the
+        layers of references for a task without references. They are never trained, because DistributedDataParallel
+        waits for a gradient of each trained weight."""
         return []
 
     @abstractmethod

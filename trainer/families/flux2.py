@@ -137,7 +137,7 @@ class Flux2(ModelFamily):
     def install(self, model: Any) -> None:
         install_processors(model)
 
-    def blocks(self, model: Any) -> list[torch.nn.Module]:
+    def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
         return [*model.transformer_blocks, *model.single_transformer_blocks]
 
     def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
@@ -148,7 +148,7 @@ class Flux2(ModelFamily):
         return TokenGrid(frames, height, width, batch.text_BLD.shape[1])
 
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
-        return [block.attn for block in self.blocks(model)], model.config.attention_head_dim
+        return [block.attn for block in self.visual_blocks(model)], model.config.attention_head_dim
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
         changes: dict[str, Any] = {}  # the same for all blocks: rotary embeddings, and the mask of padded texts

@@ -328,7 +328,7 @@ class Kandinsky5(ModelFamily):
     def clean_frames(self, task: Task) -> int:
         return 1 if task == "i2v" else 0
 
-    def blocks(self, model: Any) -> list[torch.nn.Module]:
+    def blocks(self, model: Any, task: Task) -> list[torch.nn.Module]:
         return [*model.text_transformer_blocks, *model.visual_transformer_blocks]
 
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:

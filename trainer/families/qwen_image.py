@@ -121,7 +121,7 @@ class QwenImage(ModelFamily):
     def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
         return BLOCK_TOKENS
 
-    def without_gradient(self, model: Any) -> list[torch.nn.Module]:
+    def without_gradient(self, model: Any, task: Task) -> list[torch.nn.Module]:
         """The layers of the last block that compute the text beyond its keys and values."""
         last = model.transformer_blocks[-1]
         return [last.attn.to_add_out, last.txt_mlp]

@@ -41,7 +41,7 @@ class Wan(ModelFamily):
     def clean_frames(self, task: Task) -> int:
         return 1 if task == "i2v" else 0
 
-    def blocks(self, model: Any) -> list[torch.nn.Module]:
+    def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
         return [*model.blocks]
 
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:

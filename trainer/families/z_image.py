@@ -32,7 +32,7 @@ class ZImage(ModelFamily):
                 f"{source}: a transformer that reads images next to the text (Z-Image-Omni) can't be trained"
             )
 
-    def blocks(self, model: Any) -> list[torch.nn.Module]:
+    def blocks(self, model: Any, task: Task) -> list[torch.nn.Module]:
         return [*model.noise_refiner, *model.context_refiner, *model.layers]
 
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:

@@ -103,7 +103,7 @@ def estimate_memory(
     text_length: tokens of the longest text. ranks: number of processes that share the work. Raises ValueError if no
     adapter fits, RunError if the optimizer is not installed. Any train.device but cpu counts as a GPU.
     """
-    settings, family = config.train, module_of(config.model.family_spec)
+    settings, family, task = config.train, module_of(config.model.family_spec), config.model.task
     dtype, autocast = choose_dtypes(settings, config.model)
     # The initial values do not affect sizes.
     adapter = settings.adapter.changed(init_weights="default")
@@ -112,24 +112,25 @@ def estimate_memory(
         with config_errors(f"{config.model.source}/{config.part}/config.json"):
             model = family.untrained(shape, dtype)
         loaded = sum_bytes(model.parameters())
-        scales = fit_initial(model, family, file, adapter)[1] if file else None
+        scales = fit_initial(model, family, task, file, adapter)[1] if file else None
         if settings.quantized:
             quantize_shapes(model, family, settings.base_precision)
         if assistant := read_assistant(config.model):
             add_assistant(model, assistant, autocast or dtype)
-        make_trainable(model, family, adapter, settings.weight_precision, scales)
+        make_trainable(model, family, task, adapter, settings.weight_precision, scales)
         modules = [module for method in make_methods(settings.methods.used).values() if (module := method.modules())]
     added = [weight for module in modules for weight in module.parameters()]
     kernels = KernelMode(autocast)
-    for block in family.blocks(model):
+    blocks, idle = family.blocks(model, task), family.idle_blocks(model, task)
+    for block in blocks:
         kernels.follow(block)
     weights = sum_bytes(model.parameters())
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     trained = find_trained([*trainable, *added], settings)
-    hosted, copies = hosted_weights(family.blocks(model), settings)
+    hosted, copies = hosted_weights(blocks, idle, settings)
     bucket = max(buckets, key=lambda name: count_latents(config.model.family_spec, name))
     if settings.gradient_checkpointing:
-        checkpoint_blocks(model, family.blocks(model)[:: settings.gradient_checkpointing_interval])
+        checkpoint_blocks(model, blocks[:: settings.gradient_checkpointing_interval])
     moved, peak = step_memory(model, family, config.model, settings, bucket, text_length, kernels)
     activations = max(peak - weights - sum_bytes(trainable), trained.working)
     sharded = uses_sharding(settings.parallel, ranks)
@@ -146,8 +147,8 @@ def estimate_memory(
     offloaded = hosted + moved + average - near
     if sharded:
         is_cast = gathered_dtype(settings, autocast) is not None
-        sizes = [gathered_bytes(block, is_cast) for block in family.blocks(model)]
-        base = parts[0] - sum(gathered_bytes(block, False) for block in family.blocks(model))
+        sizes = [gathered_bytes(block, is_cast) for block in blocks]
+        base = parts[0] - sum(gathered_bytes(block, False) for block in (*blocks, *idle))
         parts, shards = share_parts(parts, base, sizes, settings.parallel, ranks)
         offloaded += shards
     device = (*parts, activations)
@@ -194,14 +195,19 @@ def find_trained(weights: Iterable[torch.nn.Parameter], settings: Train) -> Trai
     return Trained(numbers, largest, states)
 
 
-def hosted_weights(blocks: Sequence[torch.nn.Module], settings: Train) -> tuple[int, int]:
+def hosted_weights(
+    blocks: Sequence[torch.nn.Module], idle: Sequence[torch.nn.Module], settings: Train
+) -> tuple[int, int]:
     """Bytes of the frozen weights that block offload keeps on the host, and of the copies that the device has at most:
-    one group, or two."""
+    one group, or two. idle: blocks of other tasks, which are never copied."""
     offload = settings.offload
     if not offload.blocks:
         return 0, 0
-    frozen = [sum_bytes(weight for weight in block.parameters() if not weight.requires_grad) for block in blocks]
-    return sum(frozen), largest_groups(frozen, offload.blocks_per_group, offload.streams)
+    frozen, unused = (
+        [sum_bytes(weight for weight in block.parameters() if not weight.requires_grad) for block in part]
+        for part in (blocks, idle)
+    )
+    return sum(frozen) + sum(unused), largest_groups(frozen, offload.blocks_per_group, offload.streams)
 
 
 def exported_bytes(model: Any, adapter: Adapter, trained: int) -> int:

@@ -26,6 +26,7 @@ from peft.tuners.lokr.layer import Linear, LoKrLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from schemas.config.training import Adapter
+from schemas.family import Task
 from trainer.adapters.files import check_finite, load_layers
 from trainer.adapters.header import AdapterError, AdapterFile, check_fits, initial_scale, read_initial, resolve_names
 from trainer.adapters.layers import DOWN, UP
@@ -254,6 +255,7 @@ BUFFERS = ("assistant_down", "assistant_up")
 def make_trainable(
     model: Any,
     family: ModelFamily,
+    task: Task,
     adapter: Adapter,
     weight_precision: str = "float32",
     scales: Mapping[str, tuple[int, float]] | None = None,
@@ -266,17 +268,17 @@ def make_trainable(
     weights of the initial adapter are not loaded then.
     """
     if adapter.type == "full":
-        unfreeze(model, adapter.targets, family)
+        unfreeze(model, adapter.targets, family, task)
         if weight_precision == "float32":
             model.float()
         return
     file = None
     if scales is None:
         if file := read_initial(adapter):
-            file, scales = fit_initial(model, family, file, adapter)
+            file, scales = fit_initial(model, family, task, file, adapter)
         else:
             patterns = adapter.targets or [family.LORA_TARGETS]
-            targets = choose_targets(model, patterns, family.without_gradient(model))
+            targets = choose_targets(model, patterns, family.without_gradient(model, task))
             scales = choose_scales(targets, adapter.rank, adapter.alpha, adapter.rank_pattern, adapter.alpha_pattern)
     if adapter.type == "lokr":
         add_lokr(model, scales, adapter.decompose_factor, adapter.decompose_both)
@@ -287,7 +289,7 @@ def make_trainable(
         load_weights(model, file)
 
 
-def unfreeze(model: Any, targets: Sequence[str] | None, family: ModelFamily) -> None:
+def unfreeze(model: Any, targets: Sequence[str] | None, family: ModelFamily, task: Task) -> None:
     """Make parameters trainable. Parameters without a gradient stay frozen. AdapterError if a pattern matches nothing.
 
     targets: regular expressions that match the whole path of a parameter or of a module that contains it; None: all
@@ -306,7 +308,7 @@ def unfreeze(model: Any, targets: Sequence[str] | None, family: ModelFamily) -> 
                 f"the model's top-level modules are {', '.join(examples)}",
                 WHOLE_PATHS,
             )
-    for part in family.without_gradient(model):
+    for part in family.without_gradient(model, task):
         part.requires_grad_(False)
     if not trainable_parameters(model):
         raise AdapterError(
@@ -317,7 +319,7 @@ def unfreeze(model: Any, targets: Sequence[str] | None, family: ModelFamily) -> 
 
 
 def fit_initial(
-    model: Any, family: ModelFamily, file: AdapterFile, adapter: Adapter
+    model: Any, family: ModelFamily, task: Task, file: AdapterFile, adapter: Adapter
 ) -> tuple[AdapterFile, dict[str, tuple[int, float]]]:
     """The file with its layers by module path, and full path -> rank and alpha for each module that it adapts. Layers
     for modules without a gradient are left out, since they have no effect. AdapterError if the model does not have such
@@ -327,7 +329,7 @@ def fit_initial(
     """
     paths = name_modules(model, [".*"])
     file = resolve_names(file, paths, "the transformer")
-    left_out = family.without_gradient(model)
+    left_out = family.without_gradient(model, task)
     unused = paths.keys() - name_modules(model, [".*"], left_out).keys()
     file = replace(file, layers={name: layer for name, layer in file.layers.items() if name not in unused})
     names = None if adapter.targets is None else name_modules(model, adapter.targets, left_out).keys()

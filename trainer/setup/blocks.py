@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from cache.runs.training_run import RunError
 from schemas.config.training import Offload, Parallel, Train
 from schemas.devices import STREAM_DEVICES, pins_memory
+from schemas.family import Task
 from trainer.families.base import ModelFamily
 from trainer.setup.quantize import remake
 
@@ -130,18 +131,21 @@ def offload_blocks(
     device: torch.device,
     blocks_per_group: int = 1,
     streams: bool = False,
+    idle: Sequence[torch.nn.Module] = (),
 ) -> GroupScheduler:
     """Keep the blocks' frozen weights on the host, with copies on the device only while their group computes, and move
     all other weights and buffers to the device. The blocks keep their names and hooks.
 
     After a forward pass without gradient, and after a backward pass, all frozen weights of blocks are on the host.
 
-    streams: whether to copy the next group in a stream of its own while a group computes.
+    streams: whether to copy the next group in a stream of its own while a group computes. idle: blocks that never
+    compute, whose frozen weights are never copied to the device.
     """
     stream = torch.get_device_module(device).Stream(device) if streams else None
     parts = [blocks[first : first + blocks_per_group] for first in range(0, len(blocks), blocks_per_group)]
     scheduler = GroupScheduler([BlockGroup(part, device, stream) for part in parts], streams)
     hosted = {entry.weight for group in scheduler.groups for entry in group.weights}
+    hosted |= {weight for block in idle for weight in block.parameters() if not weight.requires_grad}
     for weight in model.parameters():
         if weight not in hosted:
             weight.data = weight.data.to(device)
@@ -196,14 +200,15 @@ def loading_device(offload: Offload, sharded: bool, device: torch.device) -> tor
     return torch.device("cpu") if offload.blocks or sharded else device
 
 
-def reduce_memory(model: Any, family: ModelFamily, settings: Train, device: torch.device) -> None:
+def reduce_memory(model: Any, family: ModelFamily, task: Task, settings: Train, device: torch.device) -> None:
     """Set up gradient checkpointing and block offload of a model that already has its trained weights."""
-    blocks = family.blocks(model)
+    blocks = family.blocks(model, task)
     if settings.gradient_checkpointing:
         checkpoint_blocks(model, blocks[:: settings.gradient_checkpointing_interval])
     if settings.offload.blocks:
         has_streams = settings.offload.streams and device.type in STREAM_DEVICES
-        offload_blocks(model, blocks, device, settings.offload.blocks_per_group, has_streams)
+        idle = family.idle_blocks(model, task)
+        offload_blocks(model, blocks, device, settings.offload.blocks_per_group, has_streams, idle)
 
 
 def checkpoint_block(block: torch.nn.Module, *args: Any) -> Any:

@@ -152,7 +152,9 @@ def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, 
             dtype, autocast = choose_dtypes(config.train, config.model)
             add_assistant(model, assistant, autocast or dtype)
         # Other initializations would be computed from weights that are not in memory.
-        make_trainable(model, family, adapter.changed(init_weights="default"), settings.weight_precision)
+        make_trainable(
+            model, family, config.model.task, adapter.changed(init_weights="default"), settings.weight_precision
+        )
     adapted = {path: model.get_submodule(path).get_base_layer() for path in list_adapted_modules(model)}
     convolutions = [path for path, part in adapted.items() if is_convolution(part)]
     if init in ("orthogonal", "pissa", "olora") and convolutions:

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from schemas.catalog import FAMILIES
 from schemas.config.training import Adapter, AdapterFormat
+from schemas.family import Task
 from trainer.adapters.files import write_formats
 from trainer.adapters.header import DIFFUSERS_NAMES
 from trainer.families.base import ModelFamily
@@ -29,6 +30,7 @@ from trainer.setup.load import model_shape
 def export_weights(
     model: Any,
     family: ModelFamily,
+    task: Task,
     adapter: Adapter,
     part: str,
     folder: Path | None,
@@ -42,7 +44,7 @@ def export_weights(
     folder: None on processes that only take part in gathering a sharded model.
     """
     if is_sharded(model.parameters()):
-        model = gather_model(model, family, adapter, folder is not None)
+        model = gather_model(model, family, task, adapter, folder is not None)
     if folder is None:
         return {}
     if adapter.type != "full":
@@ -58,7 +60,7 @@ def export_weights(
     return names_by_file
 
 
-def gather_model(model: Any, family: ModelFamily, adapter: Adapter, keep: bool) -> Any:
+def gather_model(model: Any, family: ModelFamily, task: Task, adapter: Adapter, keep: bool) -> Any:
     """A model on the host with the unsharded weights that are saved; all other weights are on the meta device. Every
     process must call this function. keep: whether this process needs the model; False: returns None."""
     trained = trainable_parameters(model)
@@ -68,7 +70,7 @@ def gather_model(model: Any, family: ModelFamily, adapter: Adapter, keep: bool) 
     with torch.device("meta"):
         full_model = family.untrained(model_shape(model))
         adapter = adapter.changed(init_weights="default")
-        make_trainable(full_model, family, adapter, scales=read_scales(model))
+        make_trainable(full_model, family, task, adapter, scales=read_scales(model))
     full_model.load_state_dict(state, strict=False, assign=True)
     if hasattr(model, "initial_lora"):  # with PiSSA and OLoRA
         full_model.initial_lora = model.initial_lora

@@ -235,7 +235,8 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     """The transformer with the trained adapter and the methods' modules, on the device or sharded over devices. Adds
     "base weights" and "transformer" to the run's signature."""
     config, console, family, device = run.config, run.console, run.family, run.accelerator.device
-    settings, home = config.train, loading_device(config.train.offload, sharded, device)
+    settings, task = config.train, config.model.task
+    home = loading_device(settings.offload, sharded, device)
     run.watch.note("loading the transformer", in_turns=True)
     target = f"on {device}, computing in {train_precision(config.train, config.model)}"
     with console.activity(f"loading the transformer of {config.model.source} {target}", keep=True):
@@ -256,19 +257,19 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
             run.log(f"using the assistant {shown_path(assistant.path)}, except for samples")
         run.watch.note("adding the trained weights", in_turns=True)
         with activity("adding the trained weights"):
-            make_trainable(model, family, settings.adapter, settings.weight_precision)
+            make_trainable(model, family, task, settings.adapter, settings.weight_precision)
     run.signature["transformer"] = hash_json(json.loads(json.dumps(model_shape(model))))
     if settings.attention_backend != NATIVE:
         use_backend(model, family, settings.attention_backend)
     if settings.compile == "blocks":
-        compile_blocks(family.blocks(model), settings.compile_backend, console.log)
-    reduce_memory(model, family, settings, device)
+        compile_blocks(family.blocks(model, task), settings.compile_backend, console.log)
+    reduce_memory(model, family, task, settings, device)
     added = {name: weights for name, method in run.methods.items() if (weights := method.modules()) is not None}
-    denoiser = Denoiser(model, family, config.model.task, autocast, added, settings.offload)
+    denoiser = Denoiser(model, family, task, autocast, added, settings.offload)
     numbers = count_numbers(denoiser.trainable().values()), count_numbers(model.parameters())
     run.log("training {:,} of {:,} parameters".format(*numbers))
     if sharded:
-        shard_model(model, family, added, settings.parallel, device, gathered_dtype(settings, autocast))
+        shard_model(model, family, task, added, settings.parallel, device, gathered_dtype(settings, autocast))
     denoiser.methods.to(device)
     return denoiser
 
@@ -342,7 +343,7 @@ def other_expert(run: TrainState) -> Iterator[Any]:
 
 def load_other(run: TrainState, config: Config, result: Path | None, sharded: bool) -> Any:
     """Load the expert that `config` trains. result: the result saved by its run; None if the run is not finished."""
-    family, device, settings = run.family, run.accelerator.device, config.train
+    family, task, device, settings = run.family, config.model.task, run.accelerator.device, config.train
     home, name = loading_device(settings.offload, sharded, device), f"the expert {settings.experts}"
     run.watch.note(f"loading {name}", in_turns=True)
     source = config
@@ -358,13 +359,13 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
             adapter_values: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA"}
             if kind == "LoKr":
                 adapter_values |= settings.adapter.model_dump(include={"decompose_factor", "decompose_both"})
-            make_trainable(model, family, Adapter.model_validate(adapter_values | {"init_from": str(result)}))
+            make_trainable(model, family, task, Adapter.model_validate(adapter_values | {"init_from": str(result)}))
         model.requires_grad_(False).eval()
         if settings.attention_backend != NATIVE:
             use_backend(model, family, settings.attention_backend)
-        reduce_memory(model, family, settings, device)
+        reduce_memory(model, family, task, settings, device)
         if sharded:
-            shard_model(model, family, {}, settings.parallel, device, gathered_dtype(settings, autocast))
+            shard_model(model, family, task, {}, settings.parallel, device, gathered_dtype(settings, autocast))
         elif not settings.offload.blocks:
             torch.nn.Module.to(model, device)
     if run.stop is not None:

@@ -263,6 +263,7 @@ def by_turns(accelerator: Accelerator, in_turns: bool, note: Callable[[str], obj
 def shard_model(
     model: Any,
     family: ModelFamily,
+    task: Task,
     methods: Mapping[str, torch.nn.Module],
     settings: Parallel,
     device: torch.device,
@@ -285,7 +286,7 @@ def shard_model(
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
-    for block in family.blocks(model):
+    for block in (*family.blocks(model, task), *family.idle_blocks(model, task)):
         block_options = options | {"reshard_after_forward": settings.reshard_after_forward}
         if gathered is not None:
             fully_shard(

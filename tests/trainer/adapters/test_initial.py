@@ -121,7 +121,7 @@ def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, 
     export.save_lora(first, tmp_path, kind)
     pipe.load_lora_weights(tmp_path)
     theirs, before = output(kind, pipe.transformer), output(kind, model)
-    make_trainable(model, KINDS[kind][0], Adapter(init_from=str(tmp_path), **settings))
+    make_trainable(model, *KINDS[kind], Adapter(init_from=str(tmp_path), **settings))
     assert (theirs - before).abs().max() > 1e-3
     atol = 2e-6 if "dora" in helpers else 1e-6
     torch.testing.assert_close(output(kind, model.eval()), theirs, rtol=0, atol=atol)
@@ -133,11 +133,10 @@ def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, 
 
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
 def test_training_starts_from_a_lokr_in_each_format(tiny, tmp_path, kind) -> None:
-    family, _ = KINDS[kind]
     lokr: dict = {"type": "lokr", "decompose_factor": 4}
     first, pipe = load(kind, tiny), pipeline(kind, tiny(kind))
     settings = {"rank": 2, "alpha": 3.0, "rank_pattern": {".*(to_q|to_query)": 64}}
-    make_trainable(first, family, Adapter(**lokr, **settings))
+    make_trainable(first, *KINDS[kind], Adapter(**lokr, **settings))
     for i, parameter in enumerate(adapters.trainable_parameters(first).values()):
         parameter.data += random(*parameter.shape, seed=i) * 0.1
     path = export.save_lora(first, tmp_path, kind, formats=["diffusers", "comfyui"])
@@ -145,11 +144,11 @@ def test_training_starts_from_a_lokr_in_each_format(tiny, tmp_path, kind) -> Non
     theirs = exact_output(kind, pipe.transformer)
     for file in sorted(tmp_path.glob("*.safetensors")):
         model = load(kind, tiny)
-        make_trainable(model, family, Adapter(init_from=str(file), **lokr))
+        make_trainable(model, *KINDS[kind], Adapter(init_from=str(file), **lokr))
         torch.testing.assert_close(exact_output(kind, model.eval()), theirs, rtol=0, atol=1e-6)
     assert len([*tmp_path.glob("*.safetensors")]) == 3
     with pytest.raises(AdapterError, match="divides matrices differently") as caught:
-        make_trainable(load(kind, tiny), family, Adapter(init_from=str(path), type="lokr", decompose_factor=8))
+        make_trainable(load(kind, tiny), *KINDS[kind], Adapter(init_from=str(path), type="lokr", decompose_factor=8))
     assert "decompose_factor and decompose_both" in caught.value.next_step
 
 

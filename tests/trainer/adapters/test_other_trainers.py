@@ -115,7 +115,7 @@ def test_training_starts_where_the_other_trainer_ended(
     tiny: Callable[[str], Path], tmp_path: Path, kind: str, name: Callable[[str], str], alpha: bool, by_diffusers: bool
 ) -> None:
     tiny_kind, file = kind.removesuffix(" fused"), tmp_path / "theirs.safetensors"
-    family, _ = KINDS[tiny_kind]
+    family, task = KINDS[tiny_kind]
     folder = tiny(tiny_kind)
     summed = family.load(str(folder))
     updates = write(file, kind, summed, name, alpha)
@@ -124,7 +124,7 @@ def test_training_starts_where_the_other_trainer_ended(
         summed.get_submodule(path).weight.data += update
     compute = exact_output if tiny_kind.startswith("kandinsky") else output
     model = family.load(str(folder))
-    make_trainable(model, family, Adapter(init_from=str(file)))
+    make_trainable(model, family, task, Adapter(init_from=str(file)))
     mine = compute(tiny_kind, model.eval())
     torch.testing.assert_close(mine, compute(tiny_kind, summed.eval()), rtol=1e-6, atol=1e-6)
     assert (mine - compute(tiny_kind, family.load(str(folder)).eval())).abs().max() > 1e-3

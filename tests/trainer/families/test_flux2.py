@@ -68,7 +68,7 @@ def test_a_route_over_both_kinds_of_blocks_equals_its_blocks_by_hand(tiny, recor
     """Each sample drops tokens of its own; of two texts one is padded."""
     model, sigma = Flux2().load(str(tiny(KIND))), torch.tensor([0.3, 0.7])
     batch, places = make_batch(KIND, model, [7, 4]), torch.tensor([[0, 3, 4, 9, 14], [1, 2, 7, 8, 13]])
-    kept, (first, last) = KeptTokens(places, 16), Flux2().blocks(model)[1:3]
+    kept, (first, last) = KeptTokens(places, 16), Flux2().visual_blocks(model)[1:3]
     hooks = [
         change_arguments(first, partial(begin, kept, Flux2().block_tokens(first))),
         last.register_forward_hook(partial(end, kept, Flux2().block_tokens(last))),

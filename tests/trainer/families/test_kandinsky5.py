@@ -75,7 +75,7 @@ def test_i2v_predicts_from_the_clean_first_frame_alone(tiny):
 
 def with_lora(model):
     torch.manual_seed(0)
-    make_trainable(model, Kandinsky5(), Adapter(rank=4))
+    make_trainable(model, Kandinsky5(), "t2v", Adapter(rank=4))
     for name, parameter in adapters.trainable_parameters(model).items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)

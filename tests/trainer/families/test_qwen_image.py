@@ -58,7 +58,7 @@ def test_a_route_past_references_equals_its_blocks_by_hand(tiny, record_property
     """Each sample drops tokens of its own, and no reference's: which have the noise level 0."""
     model, sigma = QwenImage().load(str(tiny(PLUS))), torch.tensor([0.3, 0.7])
     batch, places = make_batch(PLUS, model, [7, 4], side=6), torch.tensor([[0, 3, 4, 6, 8], [1, 2, 5, 7, 8]])
-    kept, (first, last) = KeptTokens(places, 9), QwenImage().blocks(model)[1:]
+    kept, (first, last) = KeptTokens(places, 9), QwenImage().visual_blocks(model)[1:]
     change_arguments(first, partial(begin, kept, QwenImage().block_tokens(first)))
     last.register_forward_hook(partial(end, kept, QwenImage().block_tokens(last)))
     QwenImage().route_blocks([first, last], kept)

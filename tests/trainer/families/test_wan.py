@@ -63,7 +63,7 @@ def test_a_route_of_all_tokens_changes_nothing_and_one_of_some_equals_a_smaller_
         Wan().predict(model, batch.latents_BCTHW, torch.tensor([0.4]), batch, task)
         handle.remove()
         everything = [*range(grid.tokens)]
-        torch.testing.assert_close(output(everything, Wan().blocks(model)[:1]), whole["out"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(output(everything, Wan().visual_blocks(model)[:1]), whole["out"], rtol=0, atol=1e-5)
         # Rotary embeddings are relative: with the same distances, tokens of another place attend alike.
         some = [token for token in everything if token % 3]
-        assert output(some, Wan().blocks(model)[:2]).shape == (1, len(some), Wan().hidden_size(model))
+        assert output(some, Wan().visual_blocks(model)[:2]).shape == (1, len(some), Wan().hidden_size(model))

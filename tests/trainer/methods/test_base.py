@@ -30,7 +30,7 @@ class Tapping(Method):
     def around(self, step: MethodStep) -> Iterator[None]:
         assert step.prediction_BCTHW is None
         self.draws.append(step.uniform("own"))
-        block = step.family.blocks(step.model)[-1]
+        block = step.family.blocks(step.model, step.task)[-1]
         handles = [
             block.register_forward_pre_hook(lambda *_: self.noted.append("block")),
             block.register_forward_hook(self._keep),

@@ -48,9 +48,9 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
 
 @pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", "sana"])
 def test_a_full_model_loads_with_from_pretrained(tiny, tmp_path, kind):
-    family, _ = KINDS[kind]
+    family, task = KINDS[kind]
     model = family.load(str(tiny(kind)), dtype=torch.bfloat16)
-    make_trainable(model, family, Adapter(type="full"))
+    make_trainable(model, family, task, Adapter(type="full"))
     trainable = adapters.trainable_parameters(model)
     assert {p.dtype for p in trainable.values()} == {torch.float32}
     assert len(trainable) == len(list(model.parameters()))
@@ -64,10 +64,10 @@ def test_a_full_model_loads_with_from_pretrained(tiny, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
 def test_adapters_are_float32_and_everything_else_is_frozen_in_its_dtype(tiny, kind):
-    family, _ = KINDS[kind]
+    family, task = KINDS[kind]
     model = family.load(str(tiny(kind)), dtype=torch.bfloat16)
     before = {name: p.dtype for name, p in model.named_parameters()}
-    make_trainable(model, family, Adapter(rank=4))
+    make_trainable(model, family, task, Adapter(rank=4))
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
         wanted = torch.float32 if "lora_" in name else before[name.replace(".base_layer", "")]
@@ -107,7 +107,7 @@ def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
     kind = "sana"
     model = Sana().load(str(tiny(kind)))
     chosen = Adapter(type="full", targets=[r"transformer_blocks\.\d+\.attn1", "scale_shift_table"])
-    make_trainable(model, Sana(), chosen)
+    make_trainable(model, Sana(), "t2i", chosen)
     named = adapters.trainable_parameters(model)
     assert named and all(".attn1." in name or name == "scale_shift_table" for name in named)
     assert sum(".attn1." in name for name in named) == sum(".attn1." in name for name, _ in model.named_parameters())
@@ -116,4 +116,4 @@ def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
     export.save_full(model, tmp_path / "transformer")
     assert torch.equal(output(kind, pipeline(kind, tmp_path).transformer), output(kind, model.eval()))
     with pytest.raises(ValueError, match="no module with weights"):
-        make_trainable(model, Sana(), Adapter(type="full", targets=["attn1"]))
+        make_trainable(model, Sana(), "t2i", Adapter(type="full", targets=["attn1"]))

@@ -77,7 +77,7 @@ def test_every_nth_block_is_computed_again(ready) -> None:
     for interval in (1, 2):
         config = ready("t2i", name=str(interval), gradient_checkpointing_interval=interval)
         run = prepared(config)
-        blocks, began = run.family.blocks(run.model), []
+        blocks, began = run.family.blocks(run.model, run.config.model.task), []
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(note, began, number))
         loop.train_step(run, run.loader.step(0))

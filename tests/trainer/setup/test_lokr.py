@@ -28,7 +28,7 @@ def trained(folder, settings: str) -> torch.nn.Module:
     """A model with a LoKr that has moved away from its start."""
     model = Kandinsky5().load(str(folder))
     torch.manual_seed(0)
-    make_trainable(model, Kandinsky5(), Adapter(type="lokr", **SETTINGS[settings]))
+    make_trainable(model, Kandinsky5(), "t2v", Adapter(type="lokr", **SETTINGS[settings]))
     assert {type(part) for part in model.modules() if isinstance(part, adapters.Linear)} == {adapters.KroneckerLinear}
     for i, parameter in enumerate(adapters.trainable_parameters(model).values()):
         parameter.data += random(*parameter.shape, seed=i) * 0.1

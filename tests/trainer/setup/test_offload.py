@@ -43,7 +43,8 @@ def make(checkpoint: Path) -> Callable[..., Any]:
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
-    return KINDS[KIND][0].blocks(model)
+    family, task = KINDS[KIND]
+    return family.blocks(model, task)
 
 
 def frozen(model: Any) -> dict[str, torch.nn.Parameter]:

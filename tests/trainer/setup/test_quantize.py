@@ -41,12 +41,12 @@ def adapted(
     kind: str, folder: Path, name: str | None, dtype: torch.dtype, via: str = "cpu", device: str = "cpu", **adapter
 ):
     """The model with an adapter that has moved away from its start."""
-    family, _ = KINDS[kind]
+    family, task = KINDS[kind]
     model = family.load(str(folder), dtype=dtype)
     if name:
         quantize_base(model, family, name, via, torch.device(device))
     torch.manual_seed(0)
-    make_trainable(model, family, Adapter(**adapter if adapter.get("type") == "full" else {"rank": 4, **adapter}))
+    make_trainable(model, family, task, Adapter(**adapter if adapter.get("type") == "full" else {"rank": 4, **adapter}))
     torch.manual_seed(1)
     for parameter in adapters.trainable_parameters(model).values():
         parameter.data += 0.02 * torch.randn(parameter.shape).to(parameter.device)

@@ -57,7 +57,7 @@ def test_the_host_never_holds_two_copies(make_config, large, name):
             model, _ = load_transformer(config, family, torch.device("cpu"))
             if config.train.quantized:
                 quantize_base(model, family, name, "cpu", torch.device("cpu"))
-            make_trainable(model, family, config.train.adapter)
+            make_trainable(model, family, "t2i", config.train.adapter)
             if full:
                 for weight in model.parameters():
                     weight.data.add_(0)  # until they are written, they are pages of the file

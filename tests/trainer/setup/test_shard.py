@@ -67,7 +67,8 @@ class Case:
 
     def make(self) -> torch.nn.Module:
         model = adapted(self.kind, self.folder, self.base, torch.float32, **self.adapter).train()
-        checkpoint_blocks(model, KINDS[self.kind][0].blocks(model))
+        family, task = KINDS[self.kind]
+        checkpoint_blocks(model, family.blocks(model, task))
         return model
 
     def step(self, model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
@@ -75,14 +76,14 @@ class Case:
             return step(self.kind, model)
 
     def check(self, expected: tuple[torch.Tensor, ...]) -> None:
-        model, family, dtypes = self.make(), KINDS[self.kind][0], set()
+        model, (family, task), dtypes = self.make(), KINDS[self.kind], set()
         total = sum(map(stored_bytes, model.parameters()))
         if self.compiled:
-            compile_blocks(family.blocks(model), "eager", lambda text: None)
+            compile_blocks(family.blocks(model, task), "eager", lambda text: None)
         gathered = torch.bfloat16 if self.half else None
         hosted, is_quanto = self.base == "nf4-bnb", self.base == "int8-quanto"
         parallel = Parallel(strategy="fsdp2", cpu_offload=hosted, reshard_after_forward=not is_quanto)
-        wrap.shard_model(model, family, {}, parallel, torch.device("cpu"), gathered)
+        wrap.shard_model(model, family, task, {}, parallel, torch.device("cpu"), gathered)
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
         assert sum(stored_bytes(local(weight)) for weight in model.parameters()) < 0.51 * total
 
@@ -90,7 +91,7 @@ class Case:
             for weight in part.parameters(recurse=False):
                 dtypes.add((isinstance(part, wrap.AUTOCAST), weight.dtype))
 
-        for part in family.blocks(model)[0].modules():
+        for part in family.blocks(model, task)[0].modules():
             if self.half:
                 part.register_forward_pre_hook(look)
         errors_found = errors(self.step(model), expected)

@@ -22,7 +22,7 @@ class Example(ModelFamily):
     def clean_frames(self, task: Task) -> int:
         return FAMILIES["example"].condition_frames(task) or 0
 
-    def blocks(self, model: Any) -> list[torch.nn.Module]:
+    def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
         return [*model.blocks]
 
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
