@@ -87,7 +87,7 @@ def make_step(name: str, family: ModelFamily, model: Any, options: argparse.Name
         grid = (1, options.frames * options.rows, options.columns)
     size = (1, spec.latent_channels, *grid)
     x0, noise = (torch.randn(size, generator=generator) for _ in range(2))
-    text = torch.randn(1, TEXT_TOKENS, model.config[spec.text_widths["embeds"]], generator=generator)
+    text = torch.randn(1, TEXT_TOKENS, spec.read_text_widths(model.config)["embeds"], generator=generator)
     pooled = torch.randn(1, model.config["in_text_dim2"], generator=generator) if "pooled" in spec.text_widths else None
     batch = Batch(x0, None, text, torch.ones(1, TEXT_TOKENS, dtype=torch.bool), pooled, ["0"], "made")
     grid = family.token_grid(model, batch)

@@ -186,6 +186,8 @@ def text_settings(model: Model, text: Text) -> Settings:
         "positions": text.positions,
         "storage": text.embeds_dtype(precision),
     }
+    if template.keeps_end:
+        settings["keeps_end"] = True
     if template.image_size is not None:
         settings |= {
             "resize": RESIZE,

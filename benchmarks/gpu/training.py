@@ -95,11 +95,10 @@ def make_set(model: Model, config: Config, bucket: str, has_prompt: bool) -> Non
     has_prompt: whether the set has a validation prompt, for which the checkpoint needs a scheduler.
     """
     rng, spec = np.random.default_rng(0), config.model.family_spec
-    widths = {name: model.shape.get(key) for name, key in spec.text_widths.items()}
-    if None in widths.values():  # the shape does not have a key with a default
+    widths = spec.read_text_widths(model.shape)
+    if widths.keys() != spec.text_widths.keys():  # the shape does not have a key with a default
         with torch.device("meta"):
-            transformer = module_of(spec).untrained(model.shape)
-        widths = {name: transformer.config[key] for name, key in spec.text_widths.items()}
+            widths = spec.read_text_widths(module_of(spec).untrained(model.shape).config)
 
     def text() -> dict[str, np.ndarray]:
         shapes = {"embeds": (model.tokens, widths["embeds"]), "pooled": (widths.get("pooled"),)}

@@ -309,11 +309,12 @@ def _size_of_text_model(config: Mapping[str, Any], keys: tuple[str, ...]) -> tup
 
 def _check_text_widths(model: Model, part: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise CheckpointMismatch if a transformer reads texts of another width than its text encoders return."""
-    for tensor, read in model.family_spec.text_widths.items():
-        encoder, expected = TEXT_PARTS[tensor], configs[part].get(read)
+    family = model.family_spec
+    for tensor, expected in family.read_text_widths(configs[part]).items():
+        encoder, read = TEXT_PARTS[tensor], " * ".join(family.text_widths[tensor])
         key, width = _size_of_text_model(configs.get(encoder, {}), WIDTH_KEYS)
         layers = len(model.template.layers) if tensor == "embeds" else 1
-        if not width or not isinstance(expected, int) or width * layers == expected:
+        if not width or width * layers == expected:
             continue
         joined = f", {layers * width} for {layers} layers" if layers > 1 else ""
         raise CheckpointMismatch(

@@ -128,13 +128,15 @@ def check_text_width(model: Model, data: TrainSet, shape: Mapping[str, Any]) -> 
     """Raise RunError if a transformer with this config.json reads texts of a different width than the set's first text.
     For a set whose shards are encoded during training, the encoding stages check the width."""
     names = [name for name in data.part_locations(0) if kind_of(name) == "text"][:1]
-    for tensor, key in model.family_spec.text_widths.items():
+    family = model.family_spec
+    for tensor, expected in family.read_text_widths(shape).items():
         for row in data.part_rows(0, names).values():
             width = row.tensors[tensor].shape[-1] if tensor in row.tensors and row.tensors[tensor].shape else None
-            if isinstance(shape.get(key), int) and width not in (None, shape[key]):
+            if width not in (None, expected):
+                keys = " * ".join(family.text_widths[tensor])
                 raise RunError(
                     f"the texts of set {data.id} have width {width} ({tensor}), but the transformer of {model.source} "
-                    f"reads width {shape[key]} ({key}): the set is for another model",
+                    f"reads width {expected} ({keys}): the set is for another model",
                     "Correct model.path or model.flavour, or set train.set to a set for this model.",
                 )
 

@@ -130,7 +130,7 @@ FAMILIES = {
         },
         transformer_config={task: {"in_channels": 128, "guidance_embeds": False} for task in ("t2i", "i2i")},
         autoencoder_config={"latent_channels": 32, "block_out_channels": 4},
-        text_widths={"embeds": "joint_attention_dim"},
+        text_widths={"embeds": ("joint_attention_dim",)},
         layers=("num_layers", "num_single_layers"),
         normalization=Normalization(scale=None),  # by buffers of the autoencoder
         pipelines=dict.fromkeys(("t2i", "i2i"), "Flux2KleinPipeline"),

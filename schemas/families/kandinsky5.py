@@ -130,7 +130,7 @@ _IMAGE = Family(
         "i2i": {"in_visual_dim": 16, "visual_cond": True},
     },
     autoencoder_config={"latent_channels": 16, "block_out_channels": 4},
-    text_widths={"embeds": "in_text_dim", "pooled": "in_text_dim2"},
+    text_widths={"embeds": ("in_text_dim",), "pooled": ("in_text_dim2",)},
     layers=("num_visual_blocks",),
     pipelines={"t2i": "Kandinsky5T2IPipeline", "i2i": "Kandinsky5I2IPipeline"},
     tokenizers={"tokenizer": "Qwen2Tokenizer", "tokenizer_2": "CLIPTokenizer"},

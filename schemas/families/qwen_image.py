@@ -76,7 +76,7 @@ _QWEN_IMAGE = Family(
     },
     transformer_config={"t2i": {"in_channels": 64, "zero_cond_t": False, "use_layer3d_rope": False}},
     autoencoder_config={"z_dim": 16, "temperal_downsample": 3},
-    text_widths={"embeds": "joint_attention_dim"},
+    text_widths={"embeds": ("joint_attention_dim",)},
     normalization=Normalization(scale=None, mean="latents_mean", deviation="latents_std"),
     pipelines={"t2i": "QwenImagePipeline"},
     tokenizers={"tokenizer": "Qwen2Tokenizer"},

@@ -40,7 +40,7 @@ def model_config(part: str, size: str, overrides: dict[str, Any]) -> dict[str, A
     clip_ends = {"eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0}
     if part == "clip_model":
         return config | {"text_config": {"vocab_size": len(tokenizer)} | config["text_config"] | clip_ends}
-    if part not in VISION_LANGUAGE:
+    if "text_config" not in config:
         return {"vocab_size": len(tokenizer)} | config | {"clip": clip_ends}.get(part, {})
     names = ("vision_start", "vision_end", "image_pad", "video_pad")
     ids = {f"{name.removesuffix('_pad')}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
@@ -67,6 +67,8 @@ def weight_scale(name: str, shape: Sequence[int]) -> float | None:
         scale = (shape[0] / prod(shape)) ** 0.5
         if name.endswith("SelfAttention.q.weight"):  # T5 does not divide scores by the root of a head's size, here 16
             return scale / 4
+        if name.startswith("language_model.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            return scale / 2  # Qwen3-VL, whose 36 layers add up to numbers with larger roundings than 1e-5
         if "stream_modulation" in name:  # FLUX.2 has small gates at this width, so the text would have little effect
             return scale * 2
         return scale * (0.5 if "modulation" in name or name.startswith(("out_layer", "proj_out")) else 1.0)

@@ -18,7 +18,9 @@ _KANDINSKY_TINY = _KANDINSKY | {
 _IMAGE_SHAPES, _VIDEO_SHAPES, _SANA_SHAPES, _Z_IMAGE_SHAPES, _WAN_SHAPES, _WAN_5B_SHAPES = (
     FAMILIES[name].shapes for name in ("kandinsky5-image", "kandinsky5-video", "sana", "z-image", "wan2.1", "wan2.2-5b")
 )
-_QWEN_IMAGE_SHAPES, _FLUX2_SHAPES = (FAMILIES[name].shapes for name in ("qwen-image", "flux2-klein"))
+_QWEN_IMAGE_SHAPES, _FLUX2_SHAPES, _KREA2_SHAPES = (
+    FAMILIES[name].shapes for name in ("qwen-image", "flux2-klein", "krea2")
+)
 _TINY_VAE = {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
 _WAN_TINY = {
     "num_attention_heads": 2, "attention_head_dim": 32, "text_dim": 64, "freq_dim": 32, "ffn_dim": 128, "num_layers": 3,
@@ -68,6 +70,12 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "joint_attention_dim": 96, "axes_dims_rope": (8, 8, 8, 8),
         },
         "flux2_vae": _TINY_VAE,
+        "krea2": {
+            "num_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_head_dim": 32,
+            "intermediate_size": 192, "timestep_embed_dim": 32, "text_hidden_dim": 32, "text_num_attention_heads": 2,
+            "text_num_key_value_heads": 2, "text_intermediate_size": 64, "num_layerwise_text_blocks": 1,
+            "num_refiner_text_blocks": 1, "axes_dims_rope": (8, 12, 12),
+        },
         "flux_vae": {**_IMAGE_SHAPES["vae"], **_TINY_VAE},
         "hunyuan_vae": _TINY_VAE,
         "dc_ae": {**_SANA_SHAPES["vae"], **_DC_TINY, "attention_head_dim": 8},
@@ -109,6 +117,20 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 28, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
+        "qwen3_vl": {  # number of layers that Krea 2 needs
+            "text_config": {
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 36, "num_attention_heads": 2,
+                "num_key_value_heads": 1, "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32,
+                "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 64,
+            },
+            "tie_word_embeddings": True,
+        },
         "dinov2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 112},
     },
     "true": {
@@ -125,6 +147,8 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "umt5": dict(_WAN_SHAPES["text_encoder"]),
         "flux2": dict(_FLUX2_SHAPES["transformer"]),
         "flux2_vae": dict(_FLUX2_SHAPES["vae"]),
+        "krea2": dict(_KREA2_SHAPES["transformer"]),
+        "qwen3_vl": dict(_KREA2_SHAPES["text_encoder"]),
         "flux_vae": dict(_IMAGE_SHAPES["vae"]),
         "hunyuan_vae": dict(_VIDEO_SHAPES["vae"]),
         "dc_ae": dict(_SANA_SHAPES["vae"]),
@@ -168,6 +192,7 @@ CLASSES = {
     "wan_5b_vae": ("diffusers", "AutoencoderKLWan", None),
     "flux2": ("diffusers", "Flux2Transformer2DModel", None),
     "flux2_vae": ("diffusers", "AutoencoderKLFlux2", None),
+    "krea2": ("diffusers", "Krea2Transformer2DModel", None),
     "flux_vae": ("diffusers", "AutoencoderKL", None),
     "hunyuan_vae": ("diffusers", "AutoencoderKLHunyuanVideo", None),
     "dc_ae": ("diffusers", "AutoencoderDC", None),
@@ -179,6 +204,7 @@ CLASSES = {
     "qwen3": ("transformers", "Qwen3Model", "Qwen3Config"),
     "umt5": ("transformers", "UMT5EncoderModel", "UMT5Config"),
     "qwen3_deep": ("transformers", "Qwen3ForCausalLM", "Qwen3Config"),
+    "qwen3_vl": ("transformers", "Qwen3VLModel", "Qwen3VLConfig"),
     "dinov2": ("transformers", "Dinov2Model", "Dinov2Config"),
 }
 
@@ -278,6 +304,12 @@ KINDS = {
         {"transformer": "flux2", "vae": "flux2_vae", "text_encoder": "qwen3_deep"},
         {"guidance_embeds": False},
         {"use_dynamic_shifting": True, "shift": 3.0},
+    ),
+    "krea2": CheckpointKind(
+        FAMILIES["krea2"].pipelines["t2i"],
+        {"transformer": "krea2", "vae": "qwen_image_vae", "text_encoder": "qwen3_vl"},
+        {},
+        {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "max_image_seq_len": 6400},
     ),
     "dinov2": CheckpointKind(None, {"": "dinov2"}),
     "clip": CheckpointKind(None, {"": "clip_model"}),

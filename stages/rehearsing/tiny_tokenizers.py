@@ -82,10 +82,10 @@ def _train_bpe(tokenizer: Any, trainer: Any, texts: Sequence[str]) -> tuple[list
 
 
 @cache
-def qwen_tokenizer(i2i_prefix: int = 54, chat_template: str | None = None) -> Any:
+def qwen_tokenizer(i2i_prefix: int = 54, chat_template: str | None = None, words: tuple[str, ...] = ()) -> Any:
     """A Qwen2Tokenizer whose template prefixes have exactly the number of tokens that the pipelines crop.
 
-    i2i_prefix: 54, or 49 for the length of the i2i prefix in Qwen's vocabulary.
+    i2i_prefix: 54, or 49 for the length of the i2i prefix in Qwen's vocabulary. words: further words of one token.
     """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
@@ -94,8 +94,8 @@ def qwen_tokenizer(i2i_prefix: int = 54, chat_template: str | None = None) -> An
     splits = SPLIT_WORDS | (EXTRA_SPLIT_WORDS if i2i_prefix == 54 else {})
     prefixes = template_prefixes()
     plain = [text for prefix, _ in prefixes.values() for text in re.split(r"<\|\w+\|>", prefix)]
-    words = [word for text in plain for word, _ in split.pre_tokenize_str(text)]
-    pieces = [piece for word in words for piece in splits.get(word, (word,))]
+    found = [word for text in plain for word, _ in split.pre_tokenize_str(text)]
+    pieces = [piece for word in found for piece in splits.get(word, (word,))] + [*words]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -180,6 +180,7 @@ def t5_tokenizer() -> Any:
 TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen": qwen_tokenizer,
     "qwen49": partial(qwen_tokenizer, 49),
+    "qwen3_vl": partial(qwen_tokenizer, words=("assistant",)),  # the template's end has 5 tokens, as in the pipeline
     "qwen3": partial(qwen_tokenizer, chat_template=QWEN3_CHAT),
     "qwen3_deep": partial(qwen_tokenizer, chat_template=QWEN3_CHAT),
     "clip": clip_tokenizer,

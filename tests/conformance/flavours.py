@@ -67,6 +67,12 @@ def klein_text(pipe: Any, caption: str, images: Sequence[Any], negative: bool) -
     return pipe.encode_prompt(caption, device="cpu")[0][0], None
 
 
+def krea2_text(pipe: Any, caption: str, images: Sequence[Any], negative: bool) -> tuple[Any, None]:
+    """Its layers on an axis of their own, and padding before the template's end."""
+    embeds_BLKD, mask_BL = pipe.encode_prompt(caption, device="cpu")
+    return embeds_BLKD[mask_BL].flatten(1), None
+
+
 # --- latents: (autoencoder, z) -> the model's latents. z: (B, C, T, h, w), a draw of the autoencoder's posterior ---
 
 
@@ -239,4 +245,5 @@ ROWS = {
     "wan2.2-a14b-i2v": _wan("wan2.2-a14b", "i2v-a14b", refused=_LOW_EXPERT),
     "flux2-klein": _klein("klein-base-4b", same_in_bfloat16=True, is_long=True),
     "flux2-klein-i2i": _klein("klein-base-4b-i2i"),
+    "krea2": Row("krea2", "krea-2-raw", krea2_text, by_channel, tokens_of_squares, roundings=50),
 }

@@ -89,6 +89,16 @@ def test_qwen_images_template():
     assert template.cleaner.text(" A \n b ") == " A \n b "
 
 
+def test_krea_2s_template():
+    """Qwen-Image's, whose end the pipeline never cuts; layers and sizes of the pipeline."""
+    template, pipe = FAMILIES["krea2"].templates["t2i"], pipeline(("krea2", "t2i"))
+    ends = pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_suffix
+    assert template.text == "{}".join(ends) and template.crop == pipe.prompt_template_encode_start_idx
+    assert template.layers == pipe.text_encoder_select_layers and template.keeps_end
+    assert template.max_length == default(pipe.__call__, "max_sequence_length")
+    assert template.cleaner.text(" A \n b ") == " A \n b "
+
+
 @pytest.mark.parametrize("key", EDIT)
 def test_the_edit_pipelines_templates(key):
     """Which cut nothing, and put a line for each reference before the caption, or have the only one in the template."""
@@ -204,7 +214,7 @@ def test_negative_prompts(key):
 @pytest.mark.parametrize("key", PIPELINES)
 def test_strides(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
-    if key in (("z-image", "t2i"), ("qwen-image", "t2i"), *EDIT):
+    if key in (("z-image", "t2i"), ("qwen-image", "t2i"), ("krea2", "t2i"), *EDIT):
         assert family.spatial_stride == pipe.vae_scale_factor and family.side_multiple == 2 * family.spatial_stride
     elif key in WAN:  # of its autoencoder, which the pipeline does not have in this test
         vae = diffusers.AutoencoderKLWan.from_config(
@@ -225,13 +235,13 @@ def test_strides(key):
 
 def test_prefixes_have_as_many_tokens_as_are_cropped(tiny):
     counts = {}
-    for family, task in [*KANDINSKY, ("qwen-image", "t2i")]:
+    for family, task in [*KANDINSKY, ("qwen-image", "t2i"), ("krea2", "t2i")]:
         kind = f"{family}-{task}" if family.startswith("kandinsky5") else family
         tokenizer = AutoTokenizer.from_pretrained(tiny(kind) / "tokenizer")
         prefix = FAMILIES[family].templates[task].text.split("{}")[0]
         counts[kind] = len(tokenizer(prefix)["input_ids"])
         assert counts[kind] == FAMILIES[family].templates[task].crop
-    assert [*counts.values()] == [40, 54, 128, 128, 34]
+    assert [*counts.values()] == [40, 54, 128, 128, 34, 34]
 
 
 def test_components_are_named():
@@ -242,11 +252,12 @@ def test_components_are_named():
 
 
 def test_the_parts_are_the_components_of_the_encoders():
-    from stages.encoding.text import gemma, kandinsky5, qwen3, qwen_image, qwen_image_edit, umt5
+    from stages.encoding.text import gemma, kandinsky5, qwen3, qwen3_vl, qwen_image, qwen_image_edit, umt5
 
     assert {FAMILIES[name].text_components for name, _ in EDIT} == {qwen_image_edit.Encoder.components}
     assert FAMILIES["qwen-image"].text_components == qwen_image.Encoder.components
     assert FAMILIES["flux2-klein"].text_components == qwen3.Encoder.components
+    assert FAMILIES["krea2"].text_components == qwen3_vl.Encoder.components
     assert FAMILIES["z-image"].text_components == qwen3.Encoder.components
     assert {FAMILIES[name].text_components for name in ("wan2.1", "wan2.2-5b")} == {umt5.Encoder.components}
     assert FAMILIES["sana"].text_components == gemma.Encoder.components

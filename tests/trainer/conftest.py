@@ -46,7 +46,7 @@ def text_width(config: Config) -> int:
     """Channels of a text's token, as the checkpoint's transformer reads them."""
     spec = config.model.family_spec
     shape = json.loads((Path(config.model.source) / spec.components[0] / "config.json").read_text())
-    return shape[spec.text_widths["embeds"]]
+    return spec.read_text_widths(shape)["embeds"]
 
 
 def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[Item], Tensors, list[Prompt]]:

@@ -10,6 +10,7 @@ import diffusers
 import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+from diffusers.models.transformers.transformer_krea2 import Krea2Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
@@ -38,7 +39,7 @@ def make_batch(
 ) -> Batch:
     """Random samples with texts of these lengths. model: the transformer, whose configuration has the widths."""
     row, spec, count = ROWS[kind], ROWS[kind].spec, len(lengths)
-    widths = {name: model.config[key] for name, key in spec.text_widths.items()}
+    widths = spec.read_text_widths(model.config)
     text, mask = pad_text([random(length, widths["embeds"], seed=seed + 100 + i) for i, length in enumerate(lengths)])
     pooled = random(count, widths["pooled"], seed=seed + 3) if "pooled" in widths else None
     shape = (count, spec.latent_channels, frames if spec.video else 1, side, side)
@@ -115,7 +116,7 @@ def comfyui_names(model: torch.nn.Module, name: str) -> list[str]:
         return [f"diffusion_model.{name}"]
     if isinstance(model, Flux2Transformer2DModel):
         return [f"transformer.{name}", flat]
-    mapped = isinstance(model, QwenImageTransformer2DModel | ZImageTransformer2DModel)
+    mapped = isinstance(model, Krea2Transformer2DModel | QwenImageTransformer2DModel | ZImageTransformer2DModel)
     return [f"diffusion_model.{name}", f"transformer.{name}", *([flat] if mapped else [])]
 
 

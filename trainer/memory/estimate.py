@@ -272,7 +272,7 @@ def step_memory(
 def make_batch(model: Any, section: Model, size: int, bucket: str, text_length: int) -> Batch:
     """Make a batch of `size` samples on the meta device, except the texts' mask, whose values are read."""
     spec, task = section.family_spec, section.task
-    widths = {name: model.config[key] for name, key in spec.text_widths.items()}
+    widths = spec.read_text_widths(model.config)
     latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(spec, bucket), device=META)
     frames, references, stride = spec.condition_frames(task), Bucket.parse(bucket).references, spec.spatial_stride
     condition_BCTHW = latents_BCTHW[:, :, :frames].clone() if frames != 0 else None

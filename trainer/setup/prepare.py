@@ -242,8 +242,7 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     with console.activity(f"loading the transformer of {config.model.source} {target}", keep=True):
         model, autocast = load_transformer(config, family, home, load)
     with explain_checkpoint_errors(config.model.source):
-        widths = config.model.family_spec.text_widths.items()
-        run.loader.data.text_widths = {name: model.config[key] for name, key in widths}
+        run.loader.data.text_widths = config.model.family_spec.read_text_widths(model.config)
         run.signature["base weights"] = (
             fingerprint_base(config.model, config.part, config.root) if load is None else None
         )

@@ -1,8 +1,8 @@
-"""Qwen2.5-VL as the text encoder of several families: the hidden states of a prompt without the tokens of the
-template's prefix, which is computed once (`reader.py`).
+"""Vision-language models as text encoders: the hidden states of a prompt without the tokens of the template's prefix,
+which is computed once (`reader.py`).
 
-Qwen-Image: the hidden states of the caption and of the template's end, equal to the pipeline's `encode_prompt`. An
-over-long prompt loses its end, including the template's end.
+Qwen-Image: Qwen2.5-VL's hidden states of the caption and of the template's end, equal to the pipeline's
+`encode_prompt`.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,13 @@ class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
     def _load_qwen(self, folder: Path) -> Any:
         """Qwen2.5-VL, without its vision model if the template has no image. Raises WeightsError for a tokenizer with
         which the template is not longer than its prefix."""
+        self._check_template()
+        # Loaded whole, as in the pipeline, so that the weights' names are understood in any checkpoint; then used
+        # without lm_head, whose output for every token would be far larger than the hidden states.
+        unused = ("lm_head",) if self.template.with_image else ("lm_head", "model.visual")
+        return self._language_model(Qwen2_5_VLForConditionalGeneration, folder, unused)
+
+    def _check_template(self) -> None:
         template, template_tokens = self.template, len(self._ids(self.template.render("")))
         if not template.with_image and template_tokens <= self.crop:
             raise WeightsError(
@@ -30,10 +37,6 @@ class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
                 f"the pipeline removes the first {self.crop}, so that a short caption would have no tokens",
                 "use tokenizer/ of the repository that the text encoder comes from",
             )
-        # Loaded whole, as in the pipeline, so that the weights' names are understood in any checkpoint; then used
-        # without lm_head, whose output for every token would be far larger than the hidden states.
-        unused = ("lm_head",) if template.with_image else ("lm_head", "model.visual")
-        return self._language_model(Qwen2_5_VLForConditionalGeneration, folder, unused)
 
     @property
     def crop(self) -> int:
@@ -59,19 +62,25 @@ class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
         return embeds, device_tensors
 
 
-class Encoder(PrefixCroppedEncoder):
-    components: tuple[str, ...] = ("text_encoder", "tokenizer")
+class PromptEncoder(PrefixCroppedEncoder):
+    """An encoder of prompts without images."""
 
-    def _load(self, folder: Path) -> PrefixCachedModel:
-        return self._make_reader(PrefixCachedModel, self._load_qwen(folder).model.language_model, self.crop)
+    components: tuple[str, ...] = ("text_encoder", "tokenizer")
 
     def prepare(self, request: TextRequest) -> PreparedPrompt:
         assert not request.images, f"{self.template.name} takes no image"
+        text, kept = self.template.render(request.text, negative=request.negative), self.crop + self.max_length
         with self._lock:
-            ids = self._ids(self.template.render(request.text, negative=request.negative))
+            ids = self._ids(text)
+            end = self._ids(self.template.text.split("{}")[1]) if self.template.keeps_end and len(ids) > kept else []
         self._check_length(ids, request)
-        prompt_ids = ids[: self.crop + self.max_length]
+        prompt_ids = ids if len(ids) <= kept else ids[: kept - len(end)] + end
         return PreparedPrompt(prompt_ids, self._reader.shared_length(prompt_ids), len(ids))
 
     def _compute(self, batch: Sequence[PreparedPrompt]) -> tuple[list[torch.Tensor], None]:
         return self._embed(batch)[0], None
+
+
+class Encoder(PromptEncoder):
+    def _load(self, folder: Path) -> PrefixCachedModel:
+        return self._make_reader(PrefixCachedModel, self._load_qwen(folder).model.language_model, self.crop)

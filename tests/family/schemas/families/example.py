@@ -36,7 +36,7 @@ FAMILIES = {
         },
         transformer_config={"i2v": {"in_channels": 4}},
         autoencoder_config={"latent_channels": 4},
-        text_widths={"embeds": "text_dim"},
+        text_widths={"embeds": ("text_layers", "text_dim")},
         video=True,
         guidance=2.0,
         steps=2,

@@ -39,12 +39,18 @@ class ExampleTransformer(ModelMixin, ConfigMixin):
 
     @register_to_config
     def __init__(
-        self, in_channels: int = 4, width: int = 24, heads: int = 2, num_layers: int = 2, text_dim: int = 128
+        self,
+        in_channels: int = 4,
+        width: int = 24,
+        heads: int = 2,
+        num_layers: int = 2,
+        text_layers: int = 2,
+        text_dim: int = 64,
     ) -> None:
         super().__init__()
         self.proj_in, self.proj_out = nn.Linear(in_channels * 4, width), nn.Linear(width, in_channels * 4)
         self.place, self.time = nn.Linear(3, width), nn.Linear(1, width)
-        self.blocks = nn.ModuleList(Block(width, text_dim, heads) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(Block(width, text_layers * text_dim, heads) for _ in range(num_layers))
         self.gradient_checkpointing = False
 
     def forward(self, x_BCTHW: torch.Tensor, time_B: torch.Tensor, text_BLD: torch.Tensor) -> torch.Tensor:
