@@ -359,26 +359,27 @@ class Family:
     second). image_token: side of the square that one token of an image in a prompt covers (pixels), for estimates.
     transformer_config: task -> values of the transformer's config that distinguish the task. autoencoder_config: values
     of the autoencoder's config that identify the family; for a list, its length. text_width: channels of a stored text
-    token. text_widths: tensor of a text -> keys of the transformer's config whose product is its width. pipelines: task
-    -> diffusers class; without tasks that diffusers does not support. pipeline_settings: key of model_index.json ->
-    value that the pipeline needs; a missing key means false. distilled_mark: whether model_index.json marks distilled
-    checkpoints by is_distilled. tokenizers: sub-folder -> class, without "Fast". negative_prompt: default of validation
-    prompts; None if the pipeline does not accept one and guides with an empty prompt. conditions: task -> condition,
-    for tasks with a condition. posterior: whether the autoencoder returns a distribution. latent_settings: further
-    settings that determine latents; checked when the autoencoder is loaded. latent_precision (None: the model's
-    precision), text_attention: defaults of the configuration. preview_autoencoder: diffusers class of tiny autoencoders
-    for these latents; None if diffusers has no such class. layers: keys of the transformer's config whose sum is the
-    number of blocks that compute visual tokens. convolves: whether these blocks convolve over the grid of tokens.
-    frame_chunks: whether the autoencoder's convolutions can compute a few frames at a time (`latents.chunk_frames`).
-    tile: side of the tiles of `latents.tiling`, and the distance between the starts of two tiles (pixels). own_sizes:
-    attribute (`resolutions`) or argument (`use_resolution_binning`) that keeps the family's pipelines from replacing a
-    requested size by a similar one. guidance_argument: name of the pipelines' argument for classifier-free guidance.
+    token. text_widths: tensor of a text -> keys of the transformer's config whose product is its width.
+    pipelines: task -> diffusers class; without tasks that diffusers does not support.
+    pipeline_settings: key of model_index.json -> value that the pipeline needs; a missing key means false.
+    distilled_mark: whether model_index.json marks distilled checkpoints by is_distilled.
+    tokenizers: sub-folder -> class, without "Fast". negative_prompt: default of validation prompts; None
+    if the pipeline does not accept one and guides with an empty prompt. conditions: task -> condition, for tasks with
+    a condition. posterior: whether the autoencoder returns a distribution. latent_settings: further settings that
+    determine latents; checked when the autoencoder is loaded. latent_precision (None: the model's precision),
+    text_attention: defaults of the configuration. preview_autoencoder: diffusers class of tiny autoencoders for these
+    latents; None if diffusers has no such class. layers: keys of the transformer's config whose sum is the number of
+    blocks that compute visual tokens. convolves: whether these blocks convolve over the grid of tokens. frame_chunks:
+    whether the autoencoder's convolutions can compute a few frames at a time (`latents.chunk_frames`). tile: side of
+    the tiles of `latents.tiling`, and the distance between the starts of two tiles (pixels). own_sizes: attribute
+    (`resolutions`) or argument (`use_resolution_binning`) that keeps the family's pipelines from replacing a requested
+    size by a similar one. guidance_argument: name of the pipelines' argument for classifier-free guidance.
     pipeline_packages: packages that the pipelines need in addition to diffusers, transformers and their dependencies.
     shapes: sub-folder -> published config, reduced to the keys that differ from the defaults of the class, for
     predictions without a download. one_checkpoint: whether one checkpoint serves all tasks, so that its
     model_index.json may name the pipeline of any of them. comfyui_names: module names in ComfyUI. original_names:
-    module names in adapters of other trainers. shift_by_tokens: function from the number of visual tokens of an image
-    to the shift of `train.timesteps.auto_shift`.
+    module names in adapters of other trainers. shift_by_tokens: function from the number of visual tokens
+    of an image to the shift of `train.timesteps.auto_shift`.
     """
 
     name: str

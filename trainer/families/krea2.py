@@ -89,12 +89,9 @@ class Krea2(ModelFamily):
             block.attn.set_processor(JointAttnProcessor())
         model.text_fusion.__dict__["forward"] = partial(fuse_text, model)
 
-    def blocks(self, model: Any) -> list[torch.nn.Module]:
+    def blocks(self, model: Any, task: Task) -> list[torch.nn.Module]:
         fusion = model.text_fusion
         return [*fusion.layerwise_blocks, *fusion.refiner_blocks, *model.transformer_blocks]
-
-    def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
-        return [*model.transformer_blocks]
 
     def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
         return BLOCK_TOKENS
