@@ -34,14 +34,15 @@ class ReferenceSize:
     area: largest area of a resized reference. multiple: both sides are multiples of this number. stretched: whether
     each reference is resized to about `area`, with both sides rounded to multiples; otherwise a reference with a
     larger area is scaled down, and the pixels beyond the last multiple are cropped evenly on both sides. least_side:
-    length of the shortest side that the pipeline accepts. most_aspect: largest ratio of longer to shorter side.
+    length of the shortest side that the pipeline accepts. most_aspect: largest ratio of longer to shorter side; None:
+    any ratio.
     """
 
     area: int
     multiple: int
     stretched: bool = False
     least_side: int = 1
-    most_aspect: float = math.inf
+    most_aspect: float | None = None
 
     def fit(self, width: Ints, height: Ints) -> tuple[Ints, Ints, Crop]:
         """(n,) width and (n,) height of n resized references, and their crops."""
@@ -59,17 +60,44 @@ class ReferenceSize:
     def refused(self, width: Ints, height: Ints) -> np.ndarray:
         """(n,) whether the pipeline rejects a reference of this size."""
         shorter, longer = np.minimum(width, height), np.maximum(width, height)
-        return (shorter < self._shortest) | (longer > self.most_aspect * shorter)
+        is_long = longer > self.most_aspect * shorter if self.most_aspect else np.zeros(len(longer), bool)
+        return (shorter < self._shortest) | is_long
 
     @property
     def limits(self) -> str:
         """A description of the sizes that the pipeline accepts, for messages."""
-        aspect = "" if math.isinf(self.most_aspect) else f" and an aspect of at most {self.most_aspect:g}:1"
+        aspect = "" if self.most_aspect is None else f" and an aspect of at most {self.most_aspect:g}:1"
         return f"sides of {self._shortest} pixels or more{aspect}"
 
     @property
     def _shortest(self) -> int:
         return self.least_side if self.stretched else max(self.least_side, self.multiple)
+
+
+@dataclass(frozen=True)
+class PaddedSize(ReferenceSize):
+    """The size of a reference image that the family's pipeline pads on all sides with its mirror image, instead of
+    cropping it. The padded sides are the sides of the image rounded up to multiples, but at least `least_side` and at
+    most `longest_side`. An image is scaled down until the padded image has at most `area` pixels. No image is rejected.
+    """
+
+    longest_side: int = 4096
+
+    def fit(self, width: Ints, height: Ints) -> tuple[Ints, Ints, Crop]:
+        """(n,) width and (n,) height of n padded references, and their crops, whose corners are not positive."""
+        sides = np.stack([width, height])
+        scale = np.minimum(np.sqrt(self.area / (sides[0] * sides[1])), self.longest_side / sides.max(0)).clip(max=1)
+        while True:
+            scaled = np.rint(sides * scale).astype(np.int64).clip(min=1)
+            padded = (-(-scaled // self.multiple) * self.multiple).clip(self.least_side, self.longest_side)
+            too_large = padded[0] * padded[1] > self.area
+            if not too_large.any():
+                return padded[0], padded[1], Crop(*scaled, *-((padded - scaled) // 2))
+            scale = np.where(too_large, scale * 0.995, scale)  # like the pipeline
+
+    @property
+    def _shortest(self) -> int:
+        return 1
 
 
 # ftfy takes 65 to 220 us a caption. It does not change printable ASCII words with single spaces between them and
@@ -194,7 +222,7 @@ class Condition:
     frames of the clip; "references", one to `most` ordered images, each resized by `size` and encoded once, in a
     separate row. posterior: "mode" if the pipeline uses the mode of the autoencoder's distribution; None: the option
     `latents.posterior` decides. padded: whether zeros (the middle of -1..1) up to the clip's length follow the first
-    frames before encoding.
+    frames before encoding. sole_size: rule that replaces `size` for the only reference of a sample.
     """
 
     kind: Literal["source", "first-frame", "references"]
@@ -203,6 +231,13 @@ class Condition:
     padded: bool = False
     most: int = 1
     size: ReferenceSize | None = None
+    sole_size: ReferenceSize | None = None
+
+    def size_of(self, is_sole: bool) -> ReferenceSize:
+        """The rule for the size of a reference. is_sole: whether its sample has no other reference."""
+        size = self.sole_size if is_sole and self.sole_size is not None else self.size
+        assert size is not None, f"a condition of the kind {self.kind} has no references"
+        return size
 
     @property
     def in_row(self) -> bool:

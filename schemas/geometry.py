@@ -86,7 +86,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Crop(Generic[Pixels]):
-    """Resize to (resize_width, resize_height), then crop to the bucket's size from the upper left corner (x, y)."""
+    """Resize to (resize_width, resize_height), then crop to the bucket's size from the upper left corner (x, y). A side
+    that is shorter than the bucket's is padded instead: -x pixels at the left, -y pixels at the top, and the remaining
+    pixels on the other side."""
 
     resize_width: Pixels
     resize_height: Pixels
@@ -250,7 +252,7 @@ def cropped_share(crop: Crop, bucket_width: Lengths, bucket_height: Lengths) -> 
     """Share, in [0, 1), of the picture's area that the crop loses."""
     sides = _check_sides(crop.resize_width, crop.resize_height, bucket_width, bucket_height)
     area = sides[0] * sides[1]
-    return (area - sides[2] * sides[3]) / area
+    return (area - sides[2] * sides[3]).clip(min=0) / area
 
 
 def aspect_distortion(width: Lengths, height: Lengths, crop: Crop) -> Floats:

@@ -102,6 +102,8 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         settings["sources"] = "as their targets"  # how they are cropped
     if config.model.condition is not None and config.model.condition.size is not None:
         settings["references"] = asdict(config.model.condition.size)
+        if config.model.condition.sole_size is not None:
+            settings["sole_reference"] = asdict(config.model.condition.sole_size)
     if config.features is not None and uses_features(config.features, config.datasets):
         model = config.features.source and PurePath(config.features.source).name
         compared = {"duplicates": config.features.duplicates, "clusters": config.features.clusters}

@@ -23,7 +23,8 @@ TRAINED_ROLES = ("train", "eval")  # roles of the samples of a training set, in 
 
 _DRAWS = [("repeats", _int), ("weight", _float), ("regularization", pa.bool_())]
 
-#: Media resized to resize_w x resize_h, then cropped to the bucket at (x, y).
+#: Media resized to resize_w x resize_h, then cropped to the bucket at (x, y), or padded if x or y is negative or the
+#: bucket is larger.
 GEOMETRY_TYPE = pa.struct([("bucket", _str), ("resize_w", _int), ("resize_h", _int), ("x", _int), ("y", _int)])
 
 #: media/<dataset>/media.arrow: items found by discover, one row per item, sorted by path. A path names an item in its

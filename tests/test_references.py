@@ -1,5 +1,6 @@
 """Several reference images of a sample, from the files to the batch, against the pipeline."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import skimage.data
 import torch
+from diffusers.modular_pipelines.flux3.image_processor import Flux3ImageProcessor
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from PIL import Image
 
@@ -15,6 +17,7 @@ from cache.sets.trainset import TrainSet
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from schemas.errors import LatentpressError
+from schemas.family import PaddedSize
 from schemas.geometry import Bucket, Crop
 from stages import bucket, discover, encode_latents, encode_text, export, index, preview
 from stages.discovery.media_table import read_media_table
@@ -129,6 +132,48 @@ def test_a_reference_is_sized_and_cropped_as_by_the_pipeline(tmp_path, often) ->
         across, down = (side // 16 * 16 for side in image.size)
         [expected] = processor.preprocess(image, height=down, width=across, resize_mode="crop")
         assert torch.equal(torch.from_numpy(found), expected), size
+
+
+@pytest.mark.slow
+def test_a_reference_that_is_not_cropped_is_padded_as_by_the_pipeline(tmp_path, often) -> None:
+    """Sizes of any pictures, and all pixels of a few: of more than 4 megapixels, of less than a token, of a canvas that
+    rounds up to more than 4 megapixels."""
+    processor, fit = Flux3ImageProcessor(), PaddedSize(area=4 * 1024 * 1024, multiple=16, least_side=64).fit
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(0, np.log(9000), (often(500, 20_000), 2))).astype(int)
+    sizes = np.concatenate([sizes, [(1, 1), (16, 40), (2047, 2049), (2048, 2048), (30, 5000), (9000, 20)]])
+    *sides, crop = fit(*sizes.T)
+    processor.resize = lambda image, height, width: SizeAlone((width, height))  # type: ignore[method-assign]
+    scaled = [processor._resize_if_canvas_exceeds_area(SizeAlone((int(w), int(h)))).size for w, h in sizes]
+    wanted = [processor._get_canvas_height_width(height, width)[::-1] for width, height in scaled]
+    assert np.array_equal(np.stack([crop.resize_width, crop.resize_height], 1), scaled)
+    assert np.array_equal(np.stack(sides, 1), wanted)
+    del processor.resize
+    photo = Image.fromarray(skimage.data.chelsea())
+    for size in ((451, 300), (17, 33), (16, 40), (5, 1), (64, 65), (2047, 2050)):
+        photo.resize(size, Image.Resampling.BICUBIC).save(tmp_path / "photo.png", compress_level=1)
+        width, height, crop = fit(*np.array([size]).T)
+        geometry = Crop(*(int(value[0]) for value in vars(crop).values())), Bucket(int(width[0]), int(height[0]))
+        found = normalize_pixels(resize_and_crop(load_image(tmp_path / "photo.png"), *geometry))
+        [expected] = processor.preprocess(Image.open(tmp_path / "photo.png"))[0]
+        assert torch.equal(torch.from_numpy(found), expected), size
+
+
+@pytest.mark.slow
+def test_an_only_reference_has_a_size_rule_of_its_own(referenced, monkeypatch) -> None:
+    """c has one reference, and so has the prompt "own"; the picture that two samples share is encoded in both sizes."""
+    family = FAMILIES["flux2-klein"]
+    alone = PaddedSize(area=4 * 1024 * 1024, multiple=16, least_side=64)
+    condition = replace(family.conditions["i2i"], sole_size=alone)
+    monkeypatch.setitem(FAMILIES, "flux2-klein", replace(family, conditions={"i2i": condition}))
+    image = "pictures/second.png"
+    referenced.settings["validation"]["prompts"] = [{"name": "own", "prompt": "a picture", "image": image}]
+    put(referenced, one__c="second")
+    encode(referenced)
+    data = opened(referenced)
+    assert batches(data).keys() == {"64x64@1+64x96+96x80", "64x64@1+80x112", "64x64@1+96x80+64x96"}
+    [prompt] = data.validation
+    assert prompt.references[0].shape[-2:] == (112 // 16, 80 // 16)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Reads the frames of a plan's samples, and resizes, crops and scales them in the same way as diffusers' pipelines."""
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 from PIL import Image
@@ -13,6 +14,7 @@ from stages.media.files import MediaError, MediaPath, out_of_memory_error
 from stages.media.image import MAX_PIXELS, load_image
 
 FRAME_S = 0.02  # per frame of a made mask: Pillow joins equal frames into one, which lasts at most 65 s
+LARGEST_SYMMETRIC = 16  # pixels: images with a side up to this length are mirrored with the pixels of their edge
 
 
 def resize_and_crop(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "image") -> np.ndarray:
@@ -43,9 +45,21 @@ def _resize_and_crop(
         resized = image.resize((crop.resize_width, crop.resize_height), resample=resample)
     except MemoryError as error:
         raise out_of_memory_error(path, error) from error
+    if resized.width < bucket.width or resized.height < bucket.height:
+        return _pad(resized, -crop.x, -crop.y, bucket)
     box = (crop.x, crop.y, crop.x + bucket.width, crop.y + bucket.height)
     assert box[2] <= resized.width and box[3] <= resized.height, f"{crop} is smaller than {bucket}"
     return resized.crop(box)
+
+
+def _pad(image: Image.Image, left: int, top: int, bucket: Bucket) -> Image.Image:
+    """The image in RGB, padded to the bucket's size with its mirror image, which repeats the edge pixels
+    of a tiny image."""
+    right, bottom = bucket.width - image.width - left, bucket.height - image.height - top
+    assert min(left, top, right, bottom) >= 0, f"{image.size} is larger than {bucket}"
+    mode: Literal["reflect", "symmetric"] = "reflect" if min(image.size) > LARGEST_SYMMETRIC else "symmetric"
+    padding = ((top, bottom), (left, right), (0, 0))
+    return Image.fromarray(np.pad(np.asarray(image.convert("RGB")), padding, mode=mode))
 
 
 def normalize_pixels(pixels: np.ndarray) -> np.ndarray:

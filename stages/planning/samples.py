@@ -7,6 +7,7 @@ x and y of the crop's corner. A row of zeros is the geometry of a part that a sa
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -156,13 +157,14 @@ class PlannedReferences:
 
 def drop_refused(condition: Condition, items: CandidateItems) -> None:
     """Drop items with a reference of a size that the family's pipeline does not support."""
-    assert condition.size is not None
-    for role in (role for role in SOURCE_ROLES if role in items.table.column_names):
-        is_present = np.asarray(pc.is_valid(items.column(f"{role}_width")))
+    roles = [role for role in SOURCE_ROLES if role in items.table.column_names]
+    for role, is_sole in product(roles, (False, True)):
+        present = {name: np.asarray(pc.is_valid(items.column(f"{name}_width"))) for name in roles}
+        size, applies = condition.size_of(is_sole), (np.sum([*present.values()], 0) == 1) == is_sole
         width, height = (np.maximum(items.numbers(f"{role}_{side}"), 1) for side in ("width", "height"))
-        refused = is_present & condition.size.refused(width, height)
+        refused = present[role] & applies & size.refused(width, height)
         sizes = items.sizes(f"{role}_").filter(pa.array(refused))
-        subject, limits = f"its {role.replace('_', ' image ')} is ", f"; the model supports {condition.size.limits}"
+        subject, limits = f"its {role.replace('_', ' image ')} is ", f"; the model supports {size.limits}"
         message = message_column(subject, sizes, limits)
         items.drop(refused, "reference-size", partial(_ignore_items, message))
 
@@ -173,13 +175,14 @@ def _ignore_items(message: pa.Array, rejected: CandidateItems) -> pa.Array:
 
 def plan_references(condition: Condition, items: CandidateItems) -> PlannedReferences:
     """Plan the references of items. Each item has at least a first reference."""
-    tables, owners = [], []
-    for role in (role for role in SOURCE_ROLES if role in items.table.column_names):
+    tables, owners, roles = [], [], [role for role in SOURCE_ROLES if role in items.table.column_names]
+    counts = np.sum([np.asarray(pc.is_valid(items.column(f"{role}_id"))) for role in roles], 0)
+    for role in roles:
         owner = np.flatnonzero(np.asarray(pc.is_valid(items.column(f"{role}_id"))))
         columns = {"path": role, "media_id": f"{role}_id", "width": f"{role}_width", "height": f"{role}_height"}
         reference_columns = {name: items.column(column).take(pa.array(owner)) for name, column in columns.items()}
         reference_columns |= {"role": pa.repeat(role, len(owner)), "dataset": pa.repeat(items.dataset, len(owner))}
-        tables.append(reference_rows(condition, pa.table(reference_columns)))
+        tables.append(reference_rows(condition, pa.table(reference_columns), counts[owner] == 1))
         owners.append(owner)
     table, owner = pa.concat_tables(tables), np.concatenate(owners)
     order = pa.array(np.argsort(owner, kind="stable"))  # an item's references stay in the order of their roles
@@ -193,15 +196,18 @@ def plan_references(condition: Condition, items: CandidateItems) -> PlannedRefer
     return PlannedReferences(lists, names, samples, active_rows(samples, active_schema(references=True)))
 
 
-def reference_rows(condition: Condition, media: pa.Table) -> pa.Table:
-    """Rows of SAMPLES_SCHEMA for references. media: table with the columns role, dataset, path, media_id, width and
-    height."""
-    assert condition.size is not None
+def reference_rows(condition: Condition, media: pa.Table, is_sole: np.ndarray) -> pa.Table:
+    """Rows of SAMPLES_SCHEMA for n references. media: table with the columns role, dataset, path, media_id, width and
+    height. is_sole: (n,) whether each is the only reference of its sample."""
     width, height = (np.asarray(media.column(side)).astype(np.int64) for side in ("width", "height"))
-    bucket_width, bucket_height, crop = condition.size.fit(width, height)
+    geometry = np.empty((len(media), 7), np.int64)
+    for sole in (False, True):
+        rows = np.flatnonzero(is_sole == sole)
+        bucket_width, bucket_height, crop = condition.size_of(sole).fit(width[rows], height[rows])
+        geometry[rows] = geometry_numbers(bucket_width, bucket_height, 1, crop)
     columns = {name: media.column(name).combine_chunks() for name in ("role", "dataset", "path", "media_id")}
     columns["kind"] = pa.repeat("image", len(media))
-    return sample_table(columns, geometry_numbers(bucket_width, bucket_height, 1, crop))
+    return sample_table(columns, geometry)
 
 
 def list_ids(references: pa.Array) -> np.ndarray:

@@ -83,13 +83,14 @@ def choose_references(plan: DraftPlan, name: str) -> tuple[list[str], list[Promp
 def plan_references(plan: DraftPlan, model: Model, prompt: Prompt, probe: Callable[[Path, str], TableRow]) -> list[str]:
     """Plan the references in a prompt, and return their ids in order. probe: see `add_validation_prompts`."""
     condition = model.condition
-    assert condition is not None and condition.size is not None
+    assert condition is not None
     images = [probe(Path(image), "image") for image in listed(prompt.image)]
+    size = condition.size_of(len(images) == 1)
     for image, path in zip(images, listed(prompt.image), strict=True):
-        if condition.size.refused(np.array([image["width"]]), np.array([image["height"]]))[0]:
+        if size.refused(np.array([image["width"]]), np.array([image["height"]]))[0]:
             raise LatentpressError(
                 f"validation prompt {prompt.name}: {path} has {image['width']}x{image['height']} pixels; "
-                f"{model.family} supports references with {condition.size.limits}",
+                f"{model.family} supports references with {size.limits}",
                 "choose another image",
             )
     columns = {name: [image[name] for image in images] for name in ("media_id", "width", "height")}
@@ -98,7 +99,7 @@ def plan_references(plan: DraftPlan, model: Model, prompt: Prompt, probe: Callab
         "dataset": [VALIDATION] * len(images),
         "path": [f"{prompt.name}/{number}" for number in range(1, len(images) + 1)],
     }
-    rows = reference_rows(condition, pa.table(columns))
+    rows = reference_rows(condition, pa.table(columns), np.full(len(images), len(images) == 1))
     plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, rows]), "sample_id")
     plan.active = pa.concat_tables([plan.active, active_rows(rows, active_schema(references=True))])
     return rows.column("sample_id").to_pylist()

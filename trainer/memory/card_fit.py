@@ -296,8 +296,10 @@ def _references(condition: Condition | None, dataset: Dataset) -> tuple[tuple[in
     """Sizes of an item's references, as many as the dataset's items may have: squares of the largest area."""
     if condition is None or condition.size is None:
         return ()
-    side = math.isqrt(condition.size.area) // condition.size.multiple * condition.size.multiple
-    return ((side, side),) * len(dataset.source_roles)
+    count = len(dataset.source_roles)
+    size = condition.size_of(count == 1)
+    side = math.isqrt(size.area) // size.multiple * size.multiple
+    return ((side, side),) * count
 
 
 #: Number of tensors per text token that are alive in a block at once: tensors with the width of the hidden states
