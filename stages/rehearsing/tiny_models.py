@@ -71,7 +71,8 @@ def weight_scale(name: str, shape: Sequence[int]) -> float | None:
             return scale / 2  # Qwen3-VL, whose 36 layers add up to numbers with larger roundings than 1e-5
         if "stream_modulation" in name:  # FLUX.2 has small gates at this width, so the text would have little effect
             return scale * 2
-        return scale * (0.5 if "modulation" in name or name.startswith(("out_layer", "proj_out")) else 1.0)
+        is_small = "modulation" in name or name.startswith(("out_layer", "proj_out", "final_layer"))
+        return scale * (0.5 if is_small else 1.0)
     return 0.1 if name.endswith("bias") else None
 
 

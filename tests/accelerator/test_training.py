@@ -19,7 +19,15 @@ from trainer.setup import blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 KINDS = ("t2i", "sana", "wan-i2v", "z-image", "i2i", "t2v", "i2v", "qwen-image", "wan")
-LATER = ("flux2-klein", "klein-i2i", "edit-i2i", "edit-plus-i2i", "wan-a14b", "wan-a14b-i2v")  # in the long form alone
+LATER = (
+    "flux2-klein",
+    "krea2",
+    "klein-i2i",
+    "edit-i2i",
+    "edit-plus-i2i",
+    "wan-a14b",
+    "wan-a14b-i2v",
+)  # in the long form alone
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"rank": 2},
     "lokr": {"type": "lokr", "rank": 2},

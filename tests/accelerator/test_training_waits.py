@@ -17,7 +17,15 @@ from trainer.setup.optimizers import DivergedError
 
 pytestmark = pytest.mark.slow
 KINDS = ("t2i", "sana", "wan-i2v", "z-image", "i2i", "t2v", "i2v", "qwen-image", "wan")
-LATER = ("flux2-klein", "klein-i2i", "edit-i2i", "edit-plus-i2i", "wan-a14b", "wan-a14b-i2v")  # in the long form alone
+LATER = (
+    "flux2-klein",
+    "krea2",
+    "klein-i2i",
+    "edit-i2i",
+    "edit-plus-i2i",
+    "wan-a14b",
+    "wan-a14b-i2v",
+)  # in the long form alone
 LORA = {"adapter": {"rank": 2}, "gradient_checkpointing": False}
 #: Options -> waits of a step of two micro-batches.
 BUDGETS: dict[str, tuple[dict[str, Any], int]] = {

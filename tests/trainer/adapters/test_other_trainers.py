@@ -71,6 +71,11 @@ def layers(kind: str, model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]
             elif tail in ("attn.to_q", "attn.add_q_proj"):
                 joint = "img_attn" if tail == "attn.to_q" else "txt_attn"
                 yield f"double_blocks.{number}.{joint}.qkv", [start + tail.replace("q", side) for side in "qkv"]
+        elif kind == "krea2":
+            names = {"to_q": "wq", "to_k": "wk", "to_v": "wv", "to_out.0": "wo", "to_gate": "gate", "ff.": "mlp."}
+            for ours, theirs in names.items():
+                tail = tail.replace(ours, theirs)
+            yield f"blocks.{number}.{tail}", [path]
         else:
             yield path, [path]
 
@@ -102,6 +107,8 @@ def write(
         ("wan2.1-t2v", flat, True, True),  # musubi-tuner
         ("flux2-klein", dotted, False, True),  # ai-toolkit, diffusion-pipe
         ("flux2-klein", flat, True, True),
+        ("krea2", flat, True, False),  # musubi-tuner
+        long("krea2", dotted, False, True),
         ("z-image fused", dotted, False, False),  # diffusion-pipe
         long("z-image", flat, True, True),
         long("qwen-image", flat, True, True),

@@ -19,6 +19,10 @@ WIDE = {
     ),
     "wan2.1-t2v": ("wan", {}),
     "flux2-klein": ("flux2", {"attention_head_dim": 64, "axes_dims_rope": (16, 16, 16, 16)}),
+    "krea2": (
+        "krea2",
+        {"attention_head_dim": 64, "axes_dims_rope": (16, 24, 24), "num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
     "z-image": ("z_image", {"dim": 192, "axes_dims": (32, 32, 32)}),
 }
 

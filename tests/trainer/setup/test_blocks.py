@@ -46,7 +46,7 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "edit-plus-i2i"))]
+    "kind", ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "krea2", "edit-plus-i2i"))]
 )
 def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -> None:
     # The steps of AdamW with its usual eps depend on the sign of gradients that are only rounding.
@@ -103,6 +103,7 @@ def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_c
         ("t2i", 3),
         *(long(kind, 2) for kind in ("sana", "qwen-image", "edit-plus-i2i", "wan")),
         *(long(kind, 3) for kind in ("z-image", "flux2-klein")),
+        long("krea2", 4),
     ],
 )
 def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, kind, expected, capsys) -> None:
@@ -119,6 +120,8 @@ def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, 
         numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
         log = capsys.readouterr().err
         graphs = [int(number) for number in re.findall(r"torch.compile: graph (\d+) of the blocks", log)]
-        assert len(graphs) == (0 if name == "plain" else expected), "two blocks of images, one of text; three of Sana"
+        assert len(graphs) == (0 if name == "plain" else expected), (
+            "two blocks of images, one of text; three of Sana; two kinds of text blocks of Krea 2"
+        )
         result.append((numbers["loss"], numbers["grad_norm"]))
     assert result[1] == pytest.approx(result[0], rel=1e-4)

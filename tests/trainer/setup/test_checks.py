@@ -24,7 +24,9 @@ def configured(kind: str, folder: Path, **validation) -> Config:
     return Config.model_validate({"root": "r", "model": model, "datasets": datasets, "validation": prompts})
 
 
-@pytest.mark.parametrize("kind", ["z-image", "flux2-klein", "qwen-image", "sana", "wan2.1-t2v", "kandinsky5-image-t2i"])
+@pytest.mark.parametrize(
+    "kind", ["z-image", "flux2-klein", "qwen-image", "krea2", "sana", "wan2.1-t2v", "kandinsky5-image-t2i"]
+)
 def test_a_scheduler_of_another_family_is_refused(tiny, tmp_path, kind) -> None:
     """By its class, or because its noise levels can't be set as in the family's pipeline."""
     config = configured(kind, tiny(kind))
@@ -40,6 +42,6 @@ def test_a_scheduler_of_another_family_is_refused(tiny, tmp_path, kind) -> None:
     assert "Take scheduler/" in caught.value.next_step
     diffusers.FlowMatchHeunDiscreteScheduler().save_pretrained(folder / "scheduler")
     check_class(configured(kind, folder).model, ask_hub=False)
-    if kind in ("z-image", "flux2-klein", "qwen-image"):  # their pipelines set the noise levels
+    if kind in ("z-image", "flux2-klein", "qwen-image", "krea2"):  # their pipelines set the noise levels
         with pytest.raises(RunError, match="can't denoise validation prompts"):
             check_scheduler(configured(kind, folder).model, None, family)
