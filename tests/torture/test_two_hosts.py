@@ -207,7 +207,7 @@ def test_machines_need_one_output_folder(cluster: Cluster) -> None:
     for host in cluster.hosts:
         del host.mounts[cluster.place / "output"]
     (code, said), (other, _) = cluster.train(LAUNCHES["static"])
-    assert code and other and "second can't see" in said and "loading the transformer" not in said
+    assert code and other and "second can't access" in said and "loading the transformer" not in said
 
 
 @pytest.mark.parametrize("lost", [1, 0])

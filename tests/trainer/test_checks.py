@@ -95,7 +95,7 @@ def test_weights_that_are_not_the_models_are_found_by_their_headers(ready, progr
     elif change == "renamed":
         file.rename(file.with_suffix(".txt"))
     text = {"missing": "lacks", "surplus": "has weights that", "larger": "shape", "cut": "deserializing"}
-    text = text.get(change, r"holds no \*.safetensors")
+    text = text.get(change, r"has no \*.safetensors")
     with pytest.raises(LatentpressError, match=text):
         run_checks(moved(config, folder), tmp_path)
     code, report, _ = program(moved(config, folder), dry_run=True)
