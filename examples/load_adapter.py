@@ -68,6 +68,11 @@ def missing_components(config: Config) -> dict[str, Any]:
     if "torchvision" not in config.model.family_spec.pipeline_packages or find_spec("torchvision") is not None:
         return {}
     from transformers import AutoTokenizer
+
+    if config.model.family_spec.modular:
+        return {
+            "tokenizer": ChatTokenizer(AutoTokenizer.from_pretrained(config.model.source, subfolder="text_encoder"))
+        }
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
@@ -88,6 +93,13 @@ def missing_components(config: Config) -> dict[str, Any]:
     return {folder: WithoutVideos()}
 
 
+class ChatTokenizer:
+    """The parts of Qwen3-VL's processor that a pipeline uses for prompts without images."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.apply_chat_template = tokenizer, tokenizer.apply_chat_template
+
+
 def base_pipeline(config: Config, **components: Any) -> Any:
     """The pipeline of the checkpoint. components: components that replace the checkpoint's; None leaves one
     out."""
@@ -95,6 +107,17 @@ def base_pipeline(config: Config, **components: Any) -> Any:
 
     diffusers.utils.logging.disable_progress_bar()
     options = {"revision": config.model.revision, "dtype": getattr(torch, config.model.precision)}
+    if modular := config.model.family_spec.modular:
+        blocks = getattr(diffusers, modular.blocks)()
+        for name in modular.skipped:
+            blocks.sub_blocks.pop(name)
+        pipeline = blocks.init_pipeline(config.model.source)
+        left_out = {name for name, component in components.items() if component is None}
+        places = {name: pipeline.get_component_spec(name).subfolder for name in pipeline.pretrained_component_names}
+        pipeline.update_components(**{name: value for name, value in components.items() if value is not None})
+        names = [name for name, folder in places.items() if folder not in left_out and name not in components]
+        pipeline.load_components(names, **options)
+        return pipeline
     pipeline_class = getattr(diffusers, pipeline_name(config))
     return pipeline_class.from_pretrained(config.model.source, use_safetensors=True, **options, **components)
 
@@ -118,8 +141,9 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
 
     pipeline = base_pipeline(config, **missing_components(config))
     load_trained(pipeline, config)
+    modular = config.model.family_spec.modular
     if torch.cuda.is_available():
-        pipeline.enable_model_cpu_offload()
+        pipeline.to("cuda") if modular else pipeline.enable_model_cpu_offload()
     options: dict[str, Any] = {"prompt": arguments.prompt, "generator": torch.Generator().manual_seed(arguments.seed)}
     options["num_inference_steps"] = arguments.steps or next(
         iter(listed(config.validation.steps)), config.model.family_spec.steps
@@ -136,7 +160,7 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
             options["use_resolution_binning"] = False
         if config.model.family_spec.video:
             options["num_frames"] = size.frames
-    [result] = pipeline(**options, output_type="pil")[0]
+    [result] = pipeline(**options, output="images") if modular else pipeline(**options, output_type="pil")[0]
     frames = result if isinstance(result, list) else [result]
     duration = 1000 / config.clip_rate
     clip = {"save_all": True, "append_images": frames[1:], "duration": duration} if len(frames) > 1 else {}

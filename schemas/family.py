@@ -358,6 +358,34 @@ class Expert:
 
 
 @dataclass(frozen=True)
+class DistilledMark:
+    """The key that is true for distilled checkpoints. part: sub-folder of the component that has the key in its
+    config.json; "": the key is in the index of the pipeline. is_reversible: whether an assistant adapter can reverse
+    the distillation."""
+
+    key: str
+    part: str = ""
+    is_reversible: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.key} in its {f'{self.part}/config.json' if self.part else 'model_index.json'}"
+
+
+IS_DISTILLED = DistilledMark("is_distilled")
+
+
+@dataclass(frozen=True)
+class ModularPipeline:
+    """A family whose `pipelines` are modular pipelines of diffusers. blocks: class of the pipeline's blocks. skipped:
+    blocks that are removed, because they change the prompt. scheduler: config of the scheduler, a
+    FlowMatchEulerDiscreteScheduler, which the pipeline makes itself, as well as its guider."""
+
+    blocks: str
+    skipped: tuple[str, ...]
+    scheduler: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Flavour:
     """One published checkpoint.
 
@@ -397,7 +425,7 @@ class Family:
     token. text_widths: tensor of a text -> keys of the transformer's config whose product is its width.
     pipelines: task -> diffusers class; without tasks that diffusers does not support.
     pipeline_settings: key of model_index.json -> value that the pipeline needs; a missing key means false.
-    distilled_mark: whether model_index.json marks distilled checkpoints by is_distilled.
+    distilled_mark: key that marks distilled checkpoints; None if no key does.
     tokenizers: sub-folder -> class, without "Fast". negative_prompt: default of validation prompts; None
     if the pipeline does not accept one and guides with an empty prompt. conditions: task -> condition, for tasks with
     a condition. posterior: whether the autoencoder returns a distribution. latent_settings: further settings that
@@ -408,7 +436,8 @@ class Family:
     whether the autoencoder's convolutions can compute a few frames at a time (`latents.chunk_frames`). tile: side of
     the tiles of `latents.tiling`, and the distance between the starts of two tiles (pixels). own_sizes: attribute
     (`resolutions`) or argument (`use_resolution_binning`) that keeps the family's pipelines from replacing a requested
-    size by a similar one. guidance_argument: name of the pipelines' argument for classifier-free guidance.
+    size by a similar one. modular: description of the pipelines if they are modular. guidance_argument: name of the
+    pipelines' argument for classifier-free guidance.
     pipeline_packages: packages that the pipelines need in addition to diffusers, transformers and their dependencies.
     shapes: sub-folder -> published config, reduced to the keys that differ from the defaults of the class, for
     predictions without a download. one_checkpoint: whether one checkpoint serves all tasks, so that its
@@ -440,7 +469,7 @@ class Family:
     templates: dict[Task, Template]
     pipelines: dict[Task, str] = field(default_factory=dict)
     pipeline_settings: dict[str, bool] = field(default_factory=dict)
-    distilled_mark: bool = False
+    distilled_mark: DistilledMark | None = None
     tokenizers: dict[str, str] = field(default_factory=dict)
     conditions: dict[Task, Condition] = field(default_factory=dict)
     latent_components: tuple[str, ...] = ("vae",)
@@ -462,6 +491,7 @@ class Family:
     tile: tuple[int, int] = (512, 384)
     shift_by_tokens: Callable[[int], float] = ShiftByTokens()
     own_sizes: Literal["resolutions", "use_resolution_binning"] | None = None
+    modular: ModularPipeline | None = None
     guidance_argument: str = "guidance_scale"
     pipeline_packages: tuple[str, ...] = ()
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from cache.models.weights import MODEL_INDEX, fetch_components, local_folder
+from cache.models.weights import INDEXES, fetch_components, find_index, list_parts, local_folder, read_object
 from cache.store.files import StoreError, find_shortage, is_temporary, replacing
 from cache.store.json_checks import printable
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
@@ -188,7 +188,7 @@ def check_outside_models(source: str, path: Path) -> None:
     folders = [
         folder
         for folder in (parent, *parent.parents)
-        if (folder / MODEL_INDEX).exists() or (checkpoint and folder == checkpoint.resolve())
+        if find_index(folder) or (checkpoint and folder == checkpoint.resolve())
     ]
     if (parent / "config.json").is_file() and any(parent.glob("*.safetensors")):
         folders.append(parent)
@@ -242,7 +242,7 @@ def merge_adapter(
     config: Config, adapter: AdapterFile, to: Path, whole: bool, scale: float, report: Report, console: Console
 ) -> list[Path]:
     """Write the checkpoint's transformer with the adapter added, or all of the checkpoint; returns the folder."""
-    from trainer.adapters.files import copy_rest, list_parts, load_layers, merge_component, weight_files
+    from trainer.adapters.files import copy_rest, load_layers, merge_component, weight_files
     from trainer.run.run_state import explain_failures
 
     check_parts(config.model.family_spec, adapter)
@@ -259,7 +259,9 @@ def merge_adapter(
         return [to]
     folder = fetch_components(model.source, model.revision, [part])
     if whole:
-        folder = fetch_components(model.source, model.revision, list_parts(folder))
+        if (index := find_index(folder)) is None:
+            raise ExportError(f"{folder} has no {' or '.join(INDEXES)}", "Replace the checkpoint with a whole copy.")
+        folder = fetch_components(model.source, model.revision, list_parts(read_object(index)))
     adapter = fit_to_model(adapter, folder, part)
     layers = {name.removeprefix("transformer."): layer for name, layer in load_layers(adapter, scale).items()}
     files = weight_files(folder / part)

@@ -23,7 +23,7 @@ from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.config.validation import SizedPrompt, Validation, ValidationSample
 from schemas.devices import has_float64, to_device
-from schemas.family import REFERENCE_PARTS, Family, Task
+from schemas.family import REFERENCE_PARTS, Family, ModularPipeline, Task
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from trainer import flow
@@ -138,7 +138,9 @@ def write_validation_latents(
     if not samples:
         return 0
     prompts, task, training = data.validation, config.model.task, config.train.attention_backend
-    scheduler = load_scheduler(config.model.source, config.model.revision, config.validation.shift)
+    scheduler = load_scheduler(
+        config.model.source, config.model.revision, config.validation.shift, config.model.family_spec.modular
+    )
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     started = dict[int, Denoising]()
@@ -211,14 +213,22 @@ def describe_sample(model: Model, data: TrainSet, prompt: ValidationPrompt, samp
     }
 
 
-def load_scheduler(source: str, revision: str | None = None, shift: float | None = None) -> Any:
-    """Returns the scheduler of a checkpoint's folder `scheduler`. shift: replaces the checkpoint's shift, also a shift
-    that depends on the number of tokens.
+def load_scheduler(
+    source: str,
+    revision: str | None = None,
+    shift: float | None = None,
+    modular: ModularPipeline | None = None,
+) -> Any:
+    """Returns the scheduler of a checkpoint's folder `scheduler`, or of a modular pipeline. shift: replaces the
+    checkpoint's shift, also a shift that depends on the number of tokens.
 
     Raises ValueError for a class that diffusers lacks, or that has no shift.
     """
     any_class = diffusers.schedulers.FlowMatchEulerDiscreteScheduler  # all classes read the same file
-    config = any_class.load_config(source, subfolder="scheduler", revision=revision)
+    if modular is not None:
+        config = {"_class_name": any_class.__name__, **modular.scheduler}
+    else:
+        config = any_class.load_config(source, subfolder="scheduler", revision=revision)
     name = config.get("_class_name", "")
     scheduler_class = getattr(diffusers.schedulers, name, None) if name.endswith("Scheduler") else None
     if scheduler_class is None:

@@ -22,7 +22,6 @@ PREVIEW_ADVICE = (
     "madebyollin/taef1, or remove it"
 )
 MODEL_HINT = "correct model.path, or model.family and model.flavour"
-DISTILLED_MARK = "is_distilled"  # key of model_index.json
 SCHEDULER_CONFIG = "scheduler_config.json"
 #: Keys of a text encoder's config for its width and for its number of layers: in most models, in T5.
 WIDTH_KEYS, LAYER_KEYS = ("hidden_size", "d_model"), ("num_hidden_layers", "num_layers")
@@ -47,6 +46,12 @@ def find_json(model: Model, part: str, file: str = "config.json", ask_hub: bool 
     return None
 
 
+def find_index(model: Model, ask_hub: bool = False) -> dict[str, Any] | None:
+    """The index of a checkpoint's pipeline; None if it does not exist. ask_hub: see `find_json`."""
+    found = (find_json(model, "", name, ask_hub) for name in weights.INDEXES)
+    return next((index for index in found if index is not None), None)
+
+
 def check_task(model: Model) -> None:
     """Raise CheckpointMismatch if a local directory or a known repository is of another pipeline in the catalog.
     Unknown pipelines pass: `check_parts` checks their components."""
@@ -54,8 +59,8 @@ def check_task(model: Model) -> None:
     if folder is None:
         pipelines = {family.pipelines.get(flavour.task) for family, flavour in find_published(model.source)}
         _check_pipeline(model, {name for name in pipelines if name})
-    elif (folder / weights.MODEL_INDEX).is_file():
-        check_index(model, weights.read_object(folder / weights.MODEL_INDEX))
+    elif path := weights.find_index(folder):
+        check_index(model, weights.read_object(path))
 
 
 def _check_pipeline(model: Model, pipelines: set[str]) -> None:
@@ -81,8 +86,7 @@ def check_index(model: Model, index: Mapping[str, Any]) -> None:
     have, or has settings with which the pipeline would compute different images."""
     _check_pipeline(model, {str(index.get("_class_name"))})
     components = model.family_spec.components
-    present = [name for name, entry in index.items() if isinstance(entry, list) and entry[:1] != [None]]
-    surplus = [name for name in present if name.startswith("transformer") and name not in components]
+    surplus = [name for name in weights.list_parts(index) if name.startswith("transformer") and name not in components]
     if surplus:
         raise CheckpointMismatch(
             f"{model.source} has {printable(' and '.join(surplus))}, but {model.family} has only "
@@ -123,19 +127,21 @@ def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
     is not distilled but `model.assistant` is set. warn: function that is called if neither can be determined."""
     published = [flavour for _, flavour in find_published(model.source)]
     distilled = {row.name: row.distilled_from for row in (model.flavour_spec, *published) if row.distilled_from}
-    index = find_json(model, "", weights.MODEL_INDEX) if model.family_spec.distilled_mark else None
-    marked = None if index is None else bool(index.get(DISTILLED_MARK, False))
+    mark = model.family_spec.distilled_mark
+    config = (find_json(model, mark.part) if mark.part else find_index(model)) if mark else None
+    marked = None if config is None or mark is None else bool(config.get(mark.key, False))
+    is_reversible = mark is None or mark.is_reversible
     few_steps = [flavour.name for flavour in model.family_spec.flavours.values() if flavour.distilled_from]
     if distilled or marked:
-        if model.assistant is not None:
+        if model.assistant is not None and is_reversible:
             return
         name, original = next(iter(distilled.items()), ("", model.flavour_spec.name))
         base = model.family_spec.flavours[original]
-        subject = name or f"according to {DISTILLED_MARK} in its model_index.json, it"
+        subject = name or f"according to {mark}, it"
         raise CheckpointMismatch(
             f"{model.source}: {subject} is distilled to few steps, which training would undo",
-            f"train {base.name} ({base.repo}) instead: correct model.flavour or model.path; or set model.assistant to "
-            "an adapter that reverses the distillation",
+            f"train {base.name} ({base.repo}) instead: correct model.flavour or model.path"
+            + ("; or set model.assistant to an adapter that reverses the distillation" if is_reversible else ""),
         )
     if published or marked is False:
         if model.assistant is not None:
@@ -282,7 +288,7 @@ def check_parts(config: Config, ask_hub: bool) -> None:
     if not local and not ask_hub:
         return
     if not local:
-        index = find_json(model, "", weights.MODEL_INDEX, ask_hub)
+        index = find_index(model, ask_hub)
         if index is None:
             return
         check_index(model, index)

@@ -67,6 +67,10 @@ def _is_valid_index(path: Path) -> bool:
 
 
 MODEL_INDEX, DIFFUSERS_WEIGHTS = "model_index.json", "diffusion_pytorch_model"
+INDEXES = (
+    MODEL_INDEX,
+    "modular_model_index.json",
+)  # of a pipeline, of a modular pipeline; a checkpoint has one of them
 HASH_BUFFER_BYTES = 1 << 20
 MEMO_MIN_BYTES = 1 << 28  # hashes of smaller files are not remembered
 PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
@@ -125,7 +129,7 @@ def fetch_components(source: str, revision: str | None, parts: Sequence[str]) ->
     if folder is None:
         from huggingface_hub import snapshot_download
 
-        patterns = [MODEL_INDEX, *(f"{part}/{pattern}" for part in parts for pattern in ALLOW_PATTERNS)]
+        patterns = [*INDEXES, *(f"{part}/{pattern}" for part in parts for pattern in ALLOW_PATTERNS)]
         with activity(f"fetching {', '.join(parts)} of {source}", unit="bytes") as task:
             bars = bar_class(task)
             folder = Path(call_hub(snapshot_download, source, revision, allow_patterns=patterns, tqdm_class=bars))
@@ -275,6 +279,23 @@ def read_object(path: Path) -> dict[str, Any]:
         raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
 
 
+def list_parts(index: Mapping[str, Any]) -> list[str]:
+    """The sub-folders of the components that an index names. In the index of a modular pipeline, an entry
+    has a third item, the repository and sub-folder of the component; components of other repositories are left out."""
+    entries = {name: entry for name, entry in index.items() if isinstance(entry, list)}
+    places = {name: entry[2] for name, entry in entries.items() if len(entry) > 2 and isinstance(entry[2], dict)}
+    if not places:
+        return [name for name, entry in entries.items() if entry[:1] != [None]]
+    repos = {name: place.get("pretrained_model_name_or_path") for name, place in places.items()}
+    own = {name: place for name, place in places.items() if repos[name] == repos.get("transformer")}
+    return [*dict.fromkeys(str(place.get("subfolder") or name) for name, place in own.items())]
+
+
+def find_index(folder: Path) -> Path | None:
+    """The index of the pipeline in a checkpoint's folder; None if the folder has no index."""
+    return next((folder / name for name in INDEXES if (folder / name).is_file()), None)
+
+
 def local_folder(source: str, advice: str = PATH_HINT) -> Path | None:
     """Return the directory `source`, or None if `source` is a repository id. Raises CheckpointNotFound if `source` is
     neither."""
@@ -374,9 +395,9 @@ def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
         return commit
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(repo, MODEL_INDEX, revision=revision)
-    if isinstance(cached, str):
-        return Path(cached).parent.name
+    for index in INDEXES:
+        if isinstance(cached := try_to_load_from_cache(repo, index, revision=revision), str):
+            return Path(cached).parent.name
     at = f" at revision {revision}" if revision else ""
     raise WeightsError(
         f"the commit of {repo}{at} is unknown: no encoding stage has run for this root, and the repository has not "
@@ -390,8 +411,15 @@ def current_commit(repo: str, revision: str | None, memo: Store) -> str:
     """Return the current commit of a revision or, offline, the commit in the local cache. Only this function requests
     the commit from the hub. It stores the commit in `memo` for programs that only read, on this and other machines."""
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
-    commit = Path(call_hub(hf_hub_download, repo, revision, filename=MODEL_INDEX)).parent.name
+    def download_index(**options: Any) -> str:
+        try:
+            return hf_hub_download(filename=INDEXES[0], **options)
+        except EntryNotFoundError:
+            return hf_hub_download(filename=INDEXES[1], **options)
+
+    commit = Path(call_hub(download_index, repo, revision)).parent.name
     rel = _memo_path(repo, revision)
     if _read_memo(rel, memo) != commit:
         with suppress(StoreError):

@@ -9,6 +9,7 @@ import math
 
 from schemas.families.z_image import QWEN3_4B
 from schemas.family import (
+    IS_DISTILLED,
     VERBATIM,
     ComfyUINames,
     Condition,
@@ -135,7 +136,7 @@ FAMILIES = {
         normalization=Normalization(scale=None),  # by buffers of the autoencoder
         pipelines=dict.fromkeys(("t2i", "i2i"), "Flux2KleinPipeline"),
         one_checkpoint=True,
-        distilled_mark=True,
+        distilled_mark=IS_DISTILLED,
         negative_prompt=None,
         tokenizers={"tokenizer": "Qwen2Tokenizer"},
         comfyui_names=ComfyUINames(prefix="transformer."),  # with the default prefix, ComfyUI reads only original names

@@ -6,6 +6,7 @@ Sources: the model cards of krea/Krea-2-Raw and krea/Krea-2-Turbo, and the pipel
 
 from schemas.families.qwen_image import FAMILIES as _QWEN_IMAGE
 from schemas.family import (
+    IS_DISTILLED,
     VERBATIM,
     ComfyUINames,
     Family,
@@ -89,7 +90,7 @@ FAMILIES = {
         text_widths={"embeds": ("num_text_layers", "text_hidden_dim")},
         normalization=Normalization(scale=None, mean="latents_mean", deviation="latents_std"),
         pipelines={"t2i": "Krea2Pipeline"},
-        distilled_mark=True,
+        distilled_mark=IS_DISTILLED,
         tokenizers={"tokenizer": "Qwen2Tokenizer"},
         comfyui_names=ComfyUINames(prefix="transformer."),  # diffusers rejects its own names behind the other prefix
         original_names=_ORIGINAL_NAMES,

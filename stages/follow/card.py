@@ -108,6 +108,7 @@ def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence
         expert=config.expert,
         family=model.family_spec,
         fps=round(config.clip_rate),
+        guidance=metadata.get("guidance"),
         kind=KINDS[adapter],
         labels=LABELS,
         measured=list(_measurements(run)),
@@ -148,6 +149,8 @@ def _pipeline_arguments(model: Model, metadata: Mapping[str, Any]) -> dict[str, 
         arguments |= {"use_resolution_binning": False} if family.own_sizes == "use_resolution_binning" else {}
     guidance = family.guidance_argument
     names = {"steps": "num_inference_steps", "guidance": guidance, "guidance_low": f"{guidance}_2"}
+    if family.modular:  # guided by its guider
+        del names["guidance"]
     return arguments | {name: metadata[key] for key, name in names.items() if key in metadata}
 
 

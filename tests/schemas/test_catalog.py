@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from schemas.catalog import FAMILIES, get_flavour
+from schemas.family import IS_DISTILLED
 
 PIPELINES = {(family.name, task): name for family in FAMILIES.values() for task, name in family.pipelines.items()}
 KANDINSKY = [key for key in PIPELINES if key[0].startswith("kandinsky5")]
@@ -189,7 +190,7 @@ def test_settings_of_pipelines(key):
     family, kind = FAMILIES[key[0]], getattr(diffusers, PIPELINES[key])
     assert (family.negative_prompt is not None) == ("negative_prompt" in inspect.signature(kind.__call__).parameters)
     parameters = inspect.signature(kind).parameters
-    assert family.distilled_mark == ("is_distilled" in parameters)
+    assert family.distilled_mark == (IS_DISTILLED if "is_distilled" in parameters else None)
     settings = {name for name, parameter in parameters.items() if isinstance(parameter.default, bool)}
     assert settings - {"is_distilled"} == set(family.pipeline_settings)
     assert all(parameters[name].default is False for name in settings), "a missing key means false"

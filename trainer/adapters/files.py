@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cache.models.weights import MODEL_INDEX, PICKLE_SUFFIXES, WEIGHTS_SUFFIX, read_object
+from cache.models.weights import PICKLE_SUFFIXES, WEIGHTS_SUFFIX, find_index, list_parts, read_object
 from cache.store.files import replacing
 from schemas.config.training import FILE_NAMES, FileFormat
 from schemas.family import ComfyUINames
@@ -273,17 +273,13 @@ def other_files(folder: Path) -> list[Path]:
     return [path for path in files if not path.name.endswith(unread)]
 
 
-def list_parts(checkpoint: Path) -> list[str]:
-    """The components that model_index.json names."""
-    index = read_object(checkpoint / MODEL_INDEX)
-    return [name for name, entry in index.items() if isinstance(entry, list) and entry[:1] != [None]]
-
-
 def copy_rest(checkpoint: Path, target: Path, merged: list[str]) -> None:
     """Copy the files that a pipeline's `from_pretrained` reads, except the components `merged`. The copies have the
     modes of new files."""
-    shutil.copyfile(checkpoint / MODEL_INDEX, target / MODEL_INDEX)
-    for part in list_parts(checkpoint):
+    index = find_index(checkpoint)
+    assert index is not None, f"{checkpoint} has no index"
+    shutil.copyfile(index, target / index.name)
+    for part in list_parts(read_object(index)):
         if part not in merged and (checkpoint / part).is_dir():
             ignored = shutil.ignore_patterns(".*", *(f"*{suffix}" for suffix in PICKLE_SUFFIXES))
             shutil.copytree(checkpoint / part, target / part, ignore=ignored, copy_function=shutil.copyfile)
