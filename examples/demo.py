@@ -63,6 +63,7 @@ FLAVOURS = {
     "z-image": DemoRun("z-image", "z-image", "z-image", *_IMAGE, steps=800),
     "qwen-image": DemoRun("qwen-image", "qwen-image", "qwen-image", "qwen_image_vae", *_IMAGE[1:], steps=480),
     "klein": DemoRun("flux2-klein", "flux2-klein", "klein-base-4b", "flux2_vae", *_IMAGE[1:], steps=320, tokens=64),
+    "krea2": DemoRun("krea2", "krea2", "krea-2-raw", "qwen_image_vae", *_IMAGE[1:], steps=480),
     "sana": DemoRun("sana", "sana", "sana-1.6b-1024px", "dc_ae", "images", (128, 128), "webdataset", steps=120),
 }
 FASTEST = "sana"  # about a minute on two cores

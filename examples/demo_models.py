@@ -277,6 +277,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "z_image": {"dim": 128, "axes_dims": (16, 24, 24)},
     "qwen_image": {"num_attention_heads": 4},
     "flux2": {"num_attention_heads": 4},
+    "krea2": {"intermediate_size": 384},
     "wan": {"num_attention_heads": 4, "ffn_dim": 384},
 }
 
@@ -304,6 +305,11 @@ def make_transformer(part: str, **overrides: Any) -> Any:
             return model
         if part == "flux2":
             _carry_through(model.x_embedder.weight, model.proj_out.weight, range(128))
+            return model
+        if part == "krea2":
+            _carry_through(model.img_in.weight, model.final_layer.linear.weight, range(64))
+            for block in model.transformer_blocks:
+                block.scale_shift_table[2::3] = 0.5  # rows: scale, shift and gate, twice
             return model
         if part == "wan":
             _begin_wan(model)

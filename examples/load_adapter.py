@@ -208,6 +208,13 @@ def example_inputs(transformer: Any) -> dict:
             "timestep": torch.tensor([0.5]),
             "img_shapes": [[(1, 4, 4)]],
         }
+    if "num_text_layers" in config:
+        return {
+            "hidden_states": torch.randn(1, 16, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, 12, config.num_text_layers, config.text_hidden_dim),
+            "timestep": torch.tensor([0.5]),
+            "position_ids": torch.cat([torch.zeros(12, 3), torch.cartesian_prod(*map(torch.arange, (1, 4, 4)))]),
+        }
     if "cap_feat_dim" in config:
         return {
             "x": [torch.randn(config.in_channels, 1, 8, 8)],

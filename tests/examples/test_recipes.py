@@ -69,6 +69,9 @@ RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "klein-4b-edit-lora-16gb": (16, published("flux2-klein", "klein-base-4b-i2i"), "flux2-klein"),
     "wan-a14b-lora-24gb": (24, published("wan2.2-a14b", "t2v-a14b"), "wan2.2-a14b-t2v"),
     "wan-a14b-i2v-lora-24gb": (24, published("wan2.2-a14b", "i2v-a14b"), "wan2.2-a14b-i2v"),
+    "krea-2-lora-12gb": (12, published("krea2", "krea-2-raw"), "krea2"),
+    "krea-2-lora-16gb": (16, published("krea2", "krea-2-raw"), "krea2"),
+    "krea-2-lora-24gb": (24, published("krea2", "krea-2-raw"), "krea2"),
     "klein-9b-lora-16gb": (16, published("flux2-klein", "klein-base-9b"), "flux2-klein"),
 }
 LAYERS = {
@@ -76,6 +79,7 @@ LAYERS = {
     "z-image": 30,
     "qwen-image": 60,
     "qwen-image-edit-plus": 60,
+    "krea2": 28,
 }  # the defaults of the transformers' classes
 RESERVED_GIB = 1.0  # memory of a card for the CUDA context, kernels and fragmentation
 

@@ -80,8 +80,12 @@ def fuse_text(
 class Krea2(ModelFamily):
     TRANSFORMER = Krea2Transformer2DModel
     FLOAT32_MODULES = frozenset(Krea2Transformer2DModel._keep_in_fp32_modules)  # norms, whose weights are around zero
-    LORA_TARGETS = r"transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v|to_gate|to_out\.0)|ff\.(gate|up|down))"
-    QUANTIZED = LORA_TARGETS
+    # All linear layers, as the authors of the model recommend.
+    LORA_TARGETS = (
+        r"(transformer_blocks|text_fusion\.\w+_blocks)\.\d+\.(attn\.(to_[qkv]|to_gate|to_out\.0)|ff\.(gate|up|down))"
+        r"|text_fusion\.projector|img_in|txt_in\.linear_[12]|time_embed\.linear_[12]|time_mod_proj|final_layer\.linear"
+    )
+    QUANTIZED = r"transformer_blocks\.\d+\..*"
     UNGUIDED_SCALE = 0.0
 
     def install(self, model: Any) -> None:
