@@ -4,6 +4,8 @@ The only module of `schemas` that imports torch, and only inside functions, so t
 devices by the same rules. All functions use `torch.accelerator`, so every accelerator that torch supports can be used.
 """
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +25,10 @@ UNIFIED_MEMORY = ("cpu", "mps")
 ALIGNMENT = 64  # bytes; tensors that are copied together begin at multiples of it
 #: Bytes of a card that are reserved for the CUDA context, memory inside kernels and fragmentation
 RESERVED = 1 << 30
+#: Variables of torch's allocator of CUDA memory; the first one that is set applies.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+#: A setting of the allocator. Segments of fixed sizes, torch's default, fragment when the bucket changes.
+EXPANDABLE = "expandable_segments:True"
 COMFORTABLE = 0.92  # share of a card's memory; a program that needs more of it barely fits
 
 
@@ -58,9 +64,18 @@ def find_device(name: str, process: int = 0) -> "torch.device":
             "Use --device cpu, or install the torch build for your card (docs/install.md, For a GPU). "
             "`latentpress doctor` lists the devices.",
         )
+    if accelerator.type == "cuda" and torch.version.hip is None and sys.platform == "linux":
+        use_expandable_segments()
     if not number and count > 1:
         number = str(process % count)
     return torch.device(f"{accelerator.type}:{number}" if number else accelerator.type)
+
+
+def use_expandable_segments() -> None:
+    """Set EXPANDABLE in the environment of this process and of the processes that it starts, unless the user has set
+    any of ALLOCATOR_VARIABLES. torch reads the variables at its first allocation on a card."""
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[-1]] = EXPANDABLE
 
 
 def pins_memory(device: "torch.device") -> bool:

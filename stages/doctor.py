@@ -24,6 +24,7 @@ from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_ap
 from schemas.config.encoding import cores
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
+from schemas.devices import EXPANDABLE
 from schemas.errors import LatentpressError
 from schemas.interruption import check_stop
 from schemas.libraries import LIBRARIES, find_library, is_installed, needed_libraries, needed_stores
@@ -246,10 +247,26 @@ def _describe_devices(finding: Finding) -> Iterator[Row]:
         consequence = f"{', '.join(unsupported)} cannot be used" if unsupported else ""
         advice = "; ".join(DTYPE_ADVICE[dtype] for dtype in unsupported)
         yield _row(f"{device['device']}: dtypes", ", ".join(device["dtypes"]), consequence, advice)
+        if device["type"] == "cuda" and finding["build"].startswith("CUDA"):
+            yield _describe_allocator(f"{device['device']}: allocator", finding["allocator"])
         yield _row(f"{device['device']}: attention", ", ".join(["native", *device["attention"]]))
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     consequence = "" if compiler else "train.compile cannot be used; sparse attention (NABLA) computes every block"
     yield _row("C++ compiler", compiler or "none", consequence, "" if compiler else "install one: apt install g++")
+
+
+def _describe_allocator(name: str, user_setting: tuple[str, str] | None) -> Row:
+    """Returns the row of torch's allocator. user_setting: the user's environment variable and its value."""
+    if user_setting is None:
+        return _row(name, f"{EXPANDABLE}, set by latentpress")
+    variable, value = user_setting
+    is_expandable = EXPANDABLE.lower() in value.lower().replace(" ", "")
+    return _row(
+        name,
+        f"{value or 'nothing'}, set by {variable}",
+        "" if is_expandable else "a change of bucket may fragment the memory",
+        "" if is_expandable else f"add {EXPANDABLE} to {variable}, or unset {variable}",
+    )
 
 
 def _describe_decoders(finding: Finding) -> Iterator[Row]:

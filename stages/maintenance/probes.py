@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schemas.cli.starting import start_program
+from schemas.devices import ALLOCATOR_VARIABLES
 from schemas.text_format import describe_exit, format_bytes, shorten
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 def probe_devices(*names: str) -> dict[str, Any]:
     """The version of torch and its devices. names: configured devices. Among the findings: missing, the reason why each
-    unavailable device of `names` is not found; chosen, the types of the available devices."""
+    unavailable device of `names` is not found; chosen, the types of the available devices; allocator, the user's
+    variable of torch's allocator and its value, None if the user has set no variable."""
     import torch
 
     from schemas.devices import DeviceNotFound, device_memory, device_name, find_device
@@ -112,12 +114,16 @@ def probe_devices(*names: str) -> dict[str, Any]:
         row["free"], row["memory"] = device_memory(device)
         devices.append(row)
     problems, types = {}, {}
+    user_settings = [[name, os.environ[name]] for name in ALLOCATOR_VARIABLES if name in os.environ]
     for name in names:
         try:
             types[name] = find_device(name).type
         except DeviceNotFound as error:
             problems[name] = error.message
-    return {"version": torch.__version__, "build": build, "devices": devices, "missing": problems, "chosen": types}
+    return {
+        **{"version": torch.__version__, "build": build, "devices": devices, "missing": problems, "chosen": types},
+        "allocator": user_settings[0] if user_settings else None,
+    }
 
 
 def _describe(name: str, model: str, device: "torch.device") -> dict[str, Any]:

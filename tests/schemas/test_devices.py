@@ -1,12 +1,24 @@
 """The device of this machine that a configured name stands for."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from schemas.config.training import Train
-from schemas.devices import ACCELERATORS, DeviceNotFound, device_memory, find_device, pins_memory, to_device
+from schemas.devices import (
+    ACCELERATORS,
+    ALLOCATOR_VARIABLES,
+    EXPANDABLE,
+    DeviceNotFound,
+    device_memory,
+    find_device,
+    pins_memory,
+    to_device,
+)
 from tests.devices import set_accelerators
 
 
@@ -43,6 +55,45 @@ def test_a_missing_device_is_never_replaced(monkeypatch, kind, count, name, devi
     with pytest.raises(DeviceNotFound, match=f"device {name} is not available") as caught:
         find_device(name)
     assert devices in caught.value.message and "latentpress doctor" in caught.value.next_step
+
+
+@pytest.fixture
+def no_allocator_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores a variable that `find_device` sets
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_allocator_variables")
+@pytest.mark.parametrize(
+    ("kind", "user", "allocator"),
+    [
+        ("cuda", {}, {"PYTORCH_ALLOC_CONF": EXPANDABLE}),
+        ("xpu", {}, {}),
+        ("mps", {}, {}),
+        *(
+            ("cuda", {name: value}, {name: value})
+            for name in ALLOCATOR_VARIABLES
+            for value in ("", "max_split_size_mb:64")
+        ),
+    ],
+)
+def test_segments_of_cuda_memory_are_expandable_unless_the_user_has_set_the_allocator(
+    monkeypatch, kind, user, allocator
+) -> None:
+    set_accelerators(monkeypatch, 1, kind)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    find_device("auto")
+    assert {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ} == allocator
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_allocator_variables")
+def test_torch_reads_the_allocators_variables_after_its_import() -> None:
+    code = "import torch; from schemas.devices import use_expandable_segments; use_expandable_segments(); "
+    code += "print(torch._C._accelerator_getAllocatorSettings())"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == EXPANDABLE
 
 
 def test_the_configuration_takes_torchs_names() -> None:

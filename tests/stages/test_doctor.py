@@ -35,6 +35,7 @@ DEVICES = {
     ],
     "missing": {},
     "chosen": {"auto": "cuda", "cpu": "cpu"},
+    "allocator": None,
 }
 
 
@@ -90,6 +91,32 @@ def test_every_line_that_something_follows_from_has_a_remedy(quick, tmp_path, mo
     assert "libcudart" in rows(report, "libraries")["bitsandbytes"]["found"]
     assert rows(report, "libraries")["peft"]["remedy"] == "pip install -e '.[train]'"
     assert "rejected" in rows(report, "decoders")["AV1"]["what_follows"]
+
+
+@pytest.mark.parametrize(
+    ("user_setting", "found", "follows"),
+    [
+        (None, "expandable_segments:True, set by latentpress", False),
+        (
+            ["PYTORCH_ALLOC_CONF", "expandable_segments:true"],
+            "expandable_segments:true, set by PYTORCH_ALLOC_CONF",
+            False,
+        ),
+        (["PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"], "max_split_size_mb:64, set by PYTORCH_CUDA", True),
+    ],
+)
+def test_it_says_whether_segments_of_memory_are_expandable(quick, tmp_path, monkeypatch, user_setting, found, follows):
+    monkeypatch.chdir(tmp_path)
+    quick["devices"] = {**DEVICES, "allocator": user_setting}
+    allocators = [row for row in rows(program()[1], "devices").values() if row["what"].endswith(": allocator")]
+    assert [row["what"] for row in allocators] == ["cuda:0: allocator"]
+    assert allocators[0]["found"].startswith(found) and ("fragment" in allocators[0]["what_follows"]) is follows
+
+
+@pytest.mark.slow
+def test_the_probe_finds_the_users_setting_of_the_allocator(monkeypatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert probes.run_probe("devices")["allocator"] == ["PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"]
 
 
 @pytest.mark.parametrize(
