@@ -25,7 +25,7 @@ ARCHITECTURES = {
     "wan22_14b_i2v": ("wan2.2-a14b", "i2v-a14b"), "qwen_image": ("qwen-image", None),
     "qwen_image_edit": ("qwen-image-edit", None), "qwen_image_edit_plus": ("qwen-image-edit-plus", None),
     "zimage": ("z-image", None), "flux2_klein_4b": ("flux2-klein", "klein-base-4b"),
-    "flux2_klein_9b": ("flux2-klein", "klein-base-9b"),
+    "flux2_klein_9b": ("flux2-klein", "klein-base-9b"), "krea2": ("krea2", None),
 }  # fmt: skip
 #: Shift whose distribution of noise levels is close to the factors of `weighted`: within 0.13 of 1, without it 0.31.
 WEIGHTED_SHIFT = 1.6

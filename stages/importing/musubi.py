@@ -39,6 +39,7 @@ SCRIPTS: dict[str, tuple[str | None, Mapping[str, str]]] = {
         "edit-2511": "qwen-image-edit-2511",
     }),
     "zimage": ("z-image", {}),
+    "krea2": ("krea2", {}),
     "flux_2": ("flux2-klein", {
         name: name for name in ("klein-base-4b", "klein-base-9b", "klein-4b", "klein-9b")
     }),
@@ -121,7 +122,7 @@ def _sampling(value: Any, draft: Draft) -> Any:
         "uniform": {"sampling": "uniform", "shift": 1.0},
         "sigmoid": {"std": std, "shift": 1.0},
         "shift": {"std": std, "shift": shift},
-        **{key: {"std": std, "auto_shift": True} for key in ("flux_shift", "flux2_shift", "qwen_shift")},
+        **{key: {"std": std, "auto_shift": True} for key in ("flux_shift", "flux2_shift", "qwen_shift", "krea2_shift")},
         "logsnr": {"mean": -mean / 2, "std": spread / 2, "shift": 1.0},
         "sigma": {"sampling": "uniform", "shift": shift},
     }

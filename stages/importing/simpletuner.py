@@ -30,6 +30,7 @@ FLAVOURS = {
         "sana1.0-600m-1024": "sana-600m-1024px", "sana1.0-600m-512": "sana-600m-512px",
     },
     "z_image": {"turbo-ostris-v2": "z-image-turbo", "turbo": "z-image-turbo", "base": "z-image"},
+    "krea2": {"raw": "krea-2-raw", "turbo": "krea-2-turbo"},
     "qwen_image": {
         "v2.0": "qwen-image-2512", "v1.0": "qwen-image", "edit-v1": "qwen-image-edit",
         "edit-v2": "qwen-image-edit-2509", "edit-v2+": "qwen-image-edit-2509", "edit-v3": "qwen-image-edit-2511",

@@ -250,6 +250,21 @@ def test_turbo_brings_its_assistant(tmp_path: Path) -> None:
     assert simpletuner(tmp_path / "off", model_family="z-image", **more)[0].model.assistant is None
 
 
+def test_krea_2_of_each_trainer(tmp_path: Path) -> None:
+    words = "--network_module networks.lora_krea2 --timestep_sampling krea2_shift"
+    config = musubi(tmp_path / "musubi", words, "krea2_train_network.py", 'image_directory = "media"')
+    assert (config.model.family, config.model.flavour_spec.name) == (
+        "krea2",
+        "krea-2-raw",
+    ) and config.train.timesteps.auto_shift
+    for name, flavour in (("krea/Krea-2-Raw", "krea-2-raw"), ("krea/Krea-2-Turbo", "krea-2-turbo")):
+        model = {"name_or_path": name, "arch": "krea2"}
+        config, _ = ai_toolkit(tmp_path / flavour, model=model)
+        assert (config.model.family, config.model.flavour_spec.name) == ("krea2", flavour)
+    config, _ = simpletuner(tmp_path / "simpletuner", model_family="krea2")
+    assert (config.model.family, config.model.flavour_spec.name) == ("krea2", "krea-2-raw")
+
+
 def test_regularization_data_are_their_own_target_with_full_rank(tmp_path: Path) -> None:
     options = {"is_regularisation_data": True}
     regularization = simpletuner(tmp_path, options, model_type="full")[0].train.methods.regularization
