@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--image", type=Path, nargs="+", help="source picture(s) (i2i) or first frame (i2v)")
     parser.add_argument("--out", type=Path, help="file to write: .png or .jpg, for a clip .webp or .gif")
     parser.add_argument("--size", help="default: validation.size, else the default of the pipeline")
-    parser.add_argument("--steps", type=int, help="default: validation.steps, else the default of the family")
+    parser.add_argument("--steps", type=int, help="default: validation.steps, else the default of the flavour")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     if (arguments.prompt is None) != (arguments.out is None):
@@ -145,9 +145,12 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
     if torch.cuda.is_available():
         pipeline.to("cuda") if modular else pipeline.enable_model_cpu_offload()
     options: dict[str, Any] = {"prompt": arguments.prompt, "generator": torch.Generator().manual_seed(arguments.seed)}
+    family, flavour = config.model.family_spec, config.model.flavour_spec
     options["num_inference_steps"] = arguments.steps or next(
-        iter(listed(config.validation.steps)), config.model.family_spec.steps
+        iter(listed(config.validation.steps)), flavour.steps or family.steps
     )
+    if flavour.guidance is not None:
+        options[family.guidance_argument] = flavour.guidance
     if arguments.image:
         images = [Image.open(path).convert("RGB") for path in arguments.image]
         options["image"] = images if len(images) > 1 else images[0]

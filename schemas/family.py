@@ -394,7 +394,8 @@ class Flavour:
     the family's scale window. shape, encoder_shape: keys of the transformer's and the text encoder's config that differ
     from the family. distilled_from: for a checkpoint distilled to few steps, the flavour to train instead, since
     training would undo the distillation. experts: "high" and "low", in the order of denoising, if the checkpoint has
-    several transformers.
+    several transformers. steps, guidance: defaults of validation that differ from the family, as for a distilled
+    checkpoint. scheduler: keys of the scheduler's config that the pipeline replaces for this checkpoint.
     """
 
     name: str
@@ -408,6 +409,9 @@ class Flavour:
     encoder_shape: Mapping[str, Any] = field(default_factory=dict)
     distilled_from: str | None = None
     experts: Mapping[str, Expert] = field(default_factory=dict)
+    steps: int | None = None
+    guidance: float | None = None
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Nothing here uses a global random state, so validating more or less often does n
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -139,7 +139,11 @@ def write_validation_latents(
         return 0
     prompts, task, training = data.validation, config.model.task, config.train.attention_backend
     scheduler = load_scheduler(
-        config.model.source, config.model.revision, config.validation.shift, config.model.family_spec.modular
+        config.model.source,
+        config.model.revision,
+        config.validation.shift,
+        config.model.family_spec.modular,
+        config.model.flavour_spec.scheduler,
     )
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -218,9 +222,11 @@ def load_scheduler(
     revision: str | None = None,
     shift: float | None = None,
     modular: ModularPipeline | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> Any:
     """Returns the scheduler of a checkpoint's folder `scheduler`, or of a modular pipeline. shift: replaces the
-    checkpoint's shift, also a shift that depends on the number of tokens.
+    checkpoint's shift, also a shift that depends on the number of tokens. changes: other values of the scheduler's
+    config (`Flavour.scheduler`).
 
     Raises ValueError for a class that diffusers lacks, or that has no shift.
     """
@@ -236,6 +242,7 @@ def load_scheduler(
             f"{source}/scheduler names the class {name!r}, which the installed diffusers "
             f"{diffusers.__version__} does not have; install a newer version"
         )
+    config = {**config, **(changes or {})}
     scheduler = scheduler_class.from_config(config)
     if shift is None:
         return scheduler

@@ -168,7 +168,7 @@ class Config(Section):
 
     def validation_samples(self, set_prompts: Sequence[SizedPrompt] | None = None) -> list[ValidationSample]:
         """`schemas.config.validation.validation_samples` of this model."""
-        return validation_samples(self.validation, self.model.family_spec, set_prompts, self.experts)
+        return validation_samples(self.validation, self.model.family_spec, self.model.flavour_spec, set_prompts)
 
     @property
     def stage_order(self) -> list[StageName]:

@@ -5,7 +5,7 @@ result determines the prompts and sizes to plan and encode, the samples that the
 which decode and the report find the trainer's files.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Any, NamedTuple
@@ -27,7 +27,7 @@ from schemas.config.section import (
     idle_options,
     listed,
 )
-from schemas.family import Expert, Family
+from schemas.family import Family, Flavour
 from schemas.geometry import Bucket
 
 
@@ -135,10 +135,10 @@ class Validation(GridSection, json_schema_extra={"affects": "run"}):
     )
     every: int = Field(500, ge=0, le=MOST_STEPS, description="training steps between validations; 0: no validation")
     steps: OneOrSeveral[SamplingSteps] | None = Field(
-        None, description="denoising steps, one or several; default: the family's"
+        None, description="denoising steps, one or several; default: the flavour's"
     )
     guidance: OneOrSeveral[Guidance] | None = Field(
-        None, description="guidance scale, one or several; default: the family's"
+        None, description="guidance scale, one or several; default: the flavour's"
     )
     guidance_low: Guidance | None = Field(
         None,
@@ -219,15 +219,17 @@ def sized_prompts(validation: Validation) -> list[SizedPrompt]:
 def validation_samples(
     validation: Validation,
     family: Family,
+    flavour: Flavour,
     set_prompts: Sequence[SizedPrompt] | None = None,
-    experts: Mapping[str, Expert] | None = None,
 ) -> list[ValidationSample]:
     """The samples in order; samples that differ only by their seeds follow each other.
 
-    set_prompts: the prompts and sizes of a training set, which replace the prompts and sizes of the configuration; its
-    other options still apply, for the prompt of the same name or for all prompts. experts: experts of the flavour.
+    family, flavour: their default steps and guidance. set_prompts: the prompts and sizes of a training set, which
+    replace the prompts and sizes of the configuration; its other options still apply, for the prompt of the same name
+    or for all prompts.
     """
-    default = tuple(expert.guidance for expert in experts.values()) if experts else (family.guidance,)
+    experts, scale = flavour.experts, family.guidance if flavour.guidance is None else flavour.guidance
+    default = tuple(expert.guidance for expert in experts.values()) or (scale,)
     set_prompts = sized_prompts(validation) if set_prompts is None else set_prompts
     prompts = {prompt.name: prompt for prompt in validation.prompts}
     sizes = dict[str, list[str | None]]()
@@ -238,7 +240,7 @@ def validation_samples(
         prompt_options = prompts.get(name)
         configured = _values("guidance", prompt_options, validation)
         guidances = configured or default[:1]
-        steps = _values("steps", prompt_options, validation) or (family.steps,)
+        steps = _values("steps", prompt_options, validation) or (flavour.steps or family.steps,)
         seeds = _values("seed", prompt_options, validation)
         stem = name + (f"_{_format_size(size)}" if size is not None and len(sizes[name]) > 1 else "")
         for guidance, count, seed in product(guidances, steps, seeds):

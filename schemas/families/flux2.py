@@ -77,6 +77,8 @@ def _flavour(
         shape=shape,
         encoder_shape=encoder,
         distilled_from=base if distilled else None,
+        steps=4 if distilled else None,
+        guidance=1.0 if distilled else None,
     )
 
 

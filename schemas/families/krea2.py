@@ -67,7 +67,16 @@ FAMILIES = {
         name="krea2",
         flavours={
             "krea-2-raw": Flavour("krea-2-raw", "krea/Krea-2-Raw", "t2i", 2.5),
-            "krea-2-turbo": Flavour("krea-2-turbo", "krea/Krea-2-Turbo", "t2i", 2.5, distilled_from="krea-2-raw"),
+            "krea-2-turbo": Flavour(
+                "krea-2-turbo",
+                "krea/Krea-2-Turbo",
+                "t2i",
+                2.5,
+                distilled_from="krea-2-raw",
+                steps=8,
+                guidance=0.0,
+                scheduler={"base_shift": 1.15, "max_shift": 1.15},  # the same mu for any number of tokens
+            ),
         },
         default_flavour="krea-2-raw",
         text_encoder="qwen3_vl",

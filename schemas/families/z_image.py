@@ -27,7 +27,15 @@ FAMILIES = {
         name="z-image",
         flavours={
             "z-image": Flavour("z-image", "Tongyi-MAI/Z-Image", "t2i", 2.0),
-            "z-image-turbo": Flavour("z-image-turbo", "Tongyi-MAI/Z-Image-Turbo", "t2i", 2.0, distilled_from="z-image"),
+            "z-image-turbo": Flavour(
+                "z-image-turbo",
+                "Tongyi-MAI/Z-Image-Turbo",
+                "t2i",
+                2.0,
+                distilled_from="z-image",
+                steps=8,
+                guidance=0.0,
+            ),
         },
         default_flavour="z-image",
         text_encoder="qwen3",

@@ -12,11 +12,13 @@ from schemas.config.validation import Validation, validation_samples
 from tests.trainer.runs import train
 from trainer.validation import divide_samples
 
+SANA = FAMILIES["sana"]
+
 
 def test_ranks_denoise_equally_often_and_every_sample_counts_once() -> None:
     for count, ranks in itertools.product(range(1, 8), range(1, 5)):
         settings = Validation.model_validate({"prompts": [{"name": "a", "prompt": "b"}], "seed": list(range(count))})
-        samples = validation_samples(settings, FAMILIES["sana"])
+        samples = validation_samples(settings, SANA, SANA.flavours[SANA.default_flavour])
         parts = [divide_samples(samples, (rank, ranks)) for rank in range(ranks)]
         assert len({len(part) for part in parts}) == 1
         names = [sample.name for part in parts for sample, counts in part if counts]

@@ -170,7 +170,8 @@ def check_scheduler(model: Model, shift: float | None, family: ModelFamily) -> N
     """RunError if the checkpoint's scheduler, which denoises validation prompts, is missing, or does not support the
     family's noise levels or validation.shift."""
     try:
-        scheduler = load_scheduler(model.source, model.revision, shift, model.family_spec.modular)
+        changes = model.flavour_spec.scheduler
+        scheduler = load_scheduler(model.source, model.revision, shift, model.family_spec.modular, changes)
         family.set_timesteps(scheduler, model.family_spec.steps, PROBED_TOKENS, torch.device("cpu"))
     except Exception as error:  # a scheduler of another family may raise any error
         raise RunError(

@@ -6,11 +6,12 @@ from schemas.catalog import FAMILIES
 from schemas.config.validation import SizedPrompt, Validation, sized_prompts, validation_samples
 
 FAMILY = FAMILIES["kandinsky5-video"]
+FLAVOUR = FAMILY.flavours[FAMILY.default_flavour]
 
 
 def make_samples(prompts=({"name": "cat"},), **options) -> list:
     settings = Validation.model_validate({"prompts": [{"prompt": "a cat", **each} for each in prompts], **options})
-    return validation_samples(settings, FAMILY)
+    return validation_samples(settings, FAMILY, FLAVOUR)
 
 
 def test_a_prompt_of_one_size_and_seed_has_its_own_name_and_noise() -> None:
@@ -22,6 +23,16 @@ def test_a_prompt_of_one_size_and_seed_has_its_own_name_and_noise() -> None:
 def test_defaults_are_the_familys() -> None:
     (sample,) = make_samples()
     assert (sample.size, sample.steps, sample.guidance, sample.seed) == (None, FAMILY.steps, FAMILY.guidance, 0)
+
+
+def test_defaults_of_a_distilled_flavour_are_its_own() -> None:
+    family = FAMILIES["krea2"]
+    settings = Validation.model_validate({"prompts": [{"name": "cat", "prompt": "a cat"}]})
+    (sample,) = validation_samples(settings, family, family.flavours["krea-2-turbo"])
+    assert (sample.steps, sample.guidance) == (8, 0.0) and (family.steps, family.guidance) == (28, 4.5)
+    settings = Validation.model_validate({"prompts": [{"name": "cat", "prompt": "a cat"}], "steps": 4, "guidance": 2})
+    (sample,) = validation_samples(settings, family, family.flavours["krea-2-turbo"])
+    assert (sample.steps, sample.guidance) == (4, 2)
 
 
 def test_names_contain_varying_options_and_seeds_of_a_group_follow_each_other() -> None:
@@ -61,7 +72,9 @@ def test_a_prompt_overrides_each_option_for_itself() -> None:
 def test_prompts_of_a_set_replace_those_of_the_configuration() -> None:
     settings = Validation.model_validate({"prompts": [{"name": "cat", "prompt": "a cat", "seed": 3}], "seed": [1, 2]})
     assert sized_prompts(settings) == [SizedPrompt("cat", None)]
-    samples = validation_samples(settings, FAMILY, [SizedPrompt("cat", "64x64@1"), SizedPrompt("owl", "64x64@5")])
+    samples = validation_samples(
+        settings, FAMILY, FLAVOUR, [SizedPrompt("cat", "64x64@1"), SizedPrompt("owl", "64x64@5")]
+    )
     named = [(sample.name, sample.size, sample.seed) for sample in samples]
     assert named == [("cat", "64x64@1", 3), ("owl_seed1", "64x64@5", 1), ("owl_seed2", "64x64@5", 2)]
 

@@ -6,18 +6,21 @@ from functools import partial
 import diffusers
 import pytest
 import torch
+from diffusers import AutoencoderKLQwenImage
 from diffusers.models.transformers.transformer_krea2 import Krea2AttnProcessor, Krea2TextFusion
+from diffusers.pipelines.krea2 import pipeline_krea2
 from diffusers.pipelines.krea2.pipeline_krea2 import calculate_shift
 
 from schemas.catalog import FAMILIES
 from stages.encoding.text.base import TextRequest
 from stages.encoding.text.qwen3_vl import Encoder
-from tests.trainer.pipelines import make_batch, pipeline
+from tests.trainer.pipelines import make_batch, pipeline, random
 from trainer.families.base import KeptTokens, change_arguments
 from trainer.families.krea2 import FAMILY, Krea2
 from trainer.families.qwen_image import pack
 from trainer.methods.tread import begin, end
 from trainer.setup.blocks import checkpoint_blocks
+from trainer.validation import Denoising, load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,6 +35,35 @@ def test_the_shift_by_tokens_is_the_pipelines():
         Krea2().set_timesteps(scheduler, 50, tokens, CPU)
         shift = FAMILY.shift_by_tokens(tokens)
         assert scheduler.sigmas[25].item() == pytest.approx(shift * 0.5 / (1 + (shift - 1) * 0.5), abs=1e-6)
+
+
+def test_turbos_samples_are_the_pipelines(tiny, monkeypatch, record_property):
+    """With one shift for all sizes, without guidance; the text without padding."""
+    family, flavour = Krea2(), FAMILY.flavours["krea-2-turbo"]
+    pipe, model = pipeline(KIND, tiny(KIND)), family.load(str(tiny(KIND))).eval()
+    pipe.register_to_config(is_distilled=True)
+    pipe.register_modules(
+        scheduler=load_scheduler(str(tiny(KIND))), vae=AutoencoderKLQwenImage.from_pretrained(tiny(KIND) / "vae")
+    )
+    batch, noise = make_batch(KIND, model, [7]), random(1, 16, 1, 8, 12)
+    text = batch.text_BLD.unflatten(-1, (model.config.num_text_layers, -1))
+    monkeypatch.setattr(pipeline_krea2, "randn_tensor", lambda *_, **__: noise[:, :, 0].clone())
+    wanted = pipe(
+        prompt_embeds=text,
+        prompt_embeds_mask=torch.ones(1, 7, dtype=torch.bool),
+        num_inference_steps=flavour.steps,
+        guidance_scale=flavour.guidance,
+        height=64,
+        width=96,
+        output_type="latent",
+        return_dict=False,
+    )[0]
+    scheduler = load_scheduler(str(tiny(KIND)), changes=flavour.scheduler)
+    denoising = Denoising(model, family, "t2i", batch, None, noise, scheduler, flavour.steps)
+    denoising.take_steps(model, flavour.guidance)
+    difference = (pack(denoising.finish()) - wanted).abs().max().item()
+    record_property("largest difference", difference)
+    assert wanted.std() > 0.1 and difference <= 2e-5
 
 
 def test_an_over_long_caption_loses_its_end_and_not_the_templates(tiny):
