@@ -181,7 +181,9 @@ class Template:
     reference: text before the caption for each reference image, with `{}` for its number; "": no such text.
     sequential: whether an image's tokens have consecutive positions like text tokens, instead of rows and columns.
     keeps_end: whether an over-long prompt loses the end of its caption and keeps the text after the caption; otherwise
-    it loses its end.
+    it loses its end. window: number whose multiples are the lengths of texts in the transformer, which reads padding up
+    to the next multiple (or `max_length`): the padding tokens of a text have one state, which is stored once, after the
+    text's own tokens; None: the transformer reads no such padding.
     """
 
     name: str
@@ -199,6 +201,7 @@ class Template:
     reference: str = ""
     sequential: bool = False
     keeps_end: bool = False
+    window: int | None = None
 
     def render(self, cleaned: str, *, negative: bool = False) -> str:
         """The exact text that is tokenized for a caption. Some templates do not apply to negative and null prompts."""
@@ -285,16 +288,13 @@ class ShiftByTokens:
 class ComfyUINames:
     """The names of modules in ComfyUI. paths: pairs (diffusers path, ComfyUI path) for names that differ: paths of
     modules, or whole segments of such paths; replaced in order. prefix: text before each path in a file, either
-    "diffusion_model." or, for models whose names ComfyUI maps only behind the prefix of diffusers, "transformer."."""
+    "diffusion_model." or, for models whose names ComfyUI maps only behind the prefix of diffusers, "transformer.".
+    has_alpha: whether a file has an alpha tensor for each module. Otherwise the weights are multiplied by the strength,
+    because diffusers reads these files, too, and ignores or rejects their alpha tensors."""
 
     paths: tuple[tuple[str, str], ...] = ()
     prefix: str = "diffusion_model."
-
-    @property
-    def has_alpha(self) -> bool:
-        """Whether a file has an alpha tensor for each module. Otherwise the weights are multiplied by the strength,
-        because diffusers reads files with its own prefix, too, and ignores or rejects their alpha tensors."""
-        return self.prefix == "diffusion_model."
+    has_alpha: bool = True
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,8 @@ def text_settings(model: Model, text: Text) -> Settings:
     }
     if template.keeps_end:
         settings["keeps_end"] = True
+    if template.window is not None:
+        settings["window"] = template.window
     if template.image_size is not None:
         settings |= {
             "resize": RESIZE,

@@ -18,11 +18,12 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def suggest(value: object, choices: Iterable[str]) -> str:
-    """ " (did you mean 'cosine'?)" for the most similar choice, or "" if none is similar. Case, dashes, underscores,
-    dots and spaces are ignored."""
+    """ " (did you mean 'cosine'?)" for the first choice that begins with the value, or else the most similar choice, or
+    "" if none is similar. Case, dashes, underscores, dots and spaces are ignored."""
     plain = {re.sub(r"[-_. ]", "", choice).lower(): choice for choice in reversed([*choices])}
     given = re.sub(r"[-_. ]", "", str(value)).lower()
-    close = [given] if given in plain else get_close_matches(given, plain, n=1)
+    longer = [choice for choice in reversed(plain) if given and choice.startswith(given)]
+    close = [given] if given in plain else longer or get_close_matches(given, plain, n=1)
     return f" (did you mean {plain[close[0]]!r}?)" if close else ""
 
 

@@ -17,10 +17,12 @@ REFERENCE_MARGIN_TOKENS = 48
 def max_token_counts(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
     """Return (n,) upper bounds for rows of schemas.tables.TEXTS_SCHEMA: one token for each byte of the text, plus
     the tokens of images and of the template, limited to the encoder's maximum length. A padded text always has the
-    maximum length."""
+    maximum length, and a text with a window the length of its padding in the transformer."""
     template = text.stored_template(model.template)
     max_length = text.max_length or template.max_length
     tokens = np.asarray(pc.binary_length(texts.column("text"))) + image_tokens(model, texts) + TEMPLATE_TOKENS
+    if template.window is not None:
+        tokens = -(-tokens // template.window) * template.window
     return np.full_like(tokens, max_length) if template.padded else np.minimum(tokens, max_length)
 
 

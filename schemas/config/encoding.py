@@ -131,8 +131,8 @@ class Text(Section, json_schema_extra={"affects": "text"}):
     )
     positions: Literal["pipeline", "real", "grid"] = Field(
         "pipeline",
-        description="token positions; pipeline: positions of the pipeline; real: without padding, for klein, whose "
-        "pipeline adds padding to texts; grid: rows and columns of images in prompts, for pipelines that number "
+        description="token positions; pipeline: positions of the pipeline; real: without padding, for families whose "
+        "pipeline pads all texts to one length; grid: rows and columns of images in prompts, for pipelines that number "
         "them in sequence",
     )
 

@@ -141,7 +141,9 @@ FAMILIES = {
         distilled_mark=IS_DISTILLED,
         negative_prompt=None,
         tokenizers={"tokenizer": "Qwen2Tokenizer"},
-        comfyui_names=ComfyUINames(prefix="transformer."),  # with the default prefix, ComfyUI reads only original names
+        comfyui_names=ComfyUINames(
+            prefix="transformer.", has_alpha=False
+        ),  # with the default prefix, ComfyUI reads only original names
         original_names=_ORIGINAL_NAMES,
         latent_settings={"tiling": False},
         shift_by_tokens=shift_by_tokens,

@@ -101,7 +101,9 @@ FAMILIES = {
         pipelines={"t2i": "Krea2Pipeline"},
         distilled_mark=IS_DISTILLED,
         tokenizers={"tokenizer": "Qwen2Tokenizer"},
-        comfyui_names=ComfyUINames(prefix="transformer."),  # diffusers rejects its own names behind the other prefix
+        comfyui_names=ComfyUINames(
+            prefix="transformer.", has_alpha=False
+        ),  # diffusers rejects its own names behind the other prefix
         original_names=_ORIGINAL_NAMES,
         latent_settings={"tiling": False},
         tile=(256, 192),

@@ -81,7 +81,8 @@ def _randomize(model: Any, seed: int) -> None:
     import torch
 
     for name, parameter in sorted(model.named_parameters()):
-        scale = weight_scale(name, parameter.shape)
+        deep = getattr(model.config, "model_type", "") == "qwen3_vl"  # 36 layers
+        scale = weight_scale(name.removeprefix("model.") if deep else name, parameter.shape)
         if scale is None:
             continue
         weight_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
@@ -187,7 +188,7 @@ def _write_tokenizers(kind: Any, out: Path, size: str, selected: Callable[[str],
         name = component.replace("text_encoder", "tokenizer")
         if part not in TOKENIZERS or not selected(name):
             continue
-        TOKENIZERS[part]().save_pretrained(out / name)
+        TOKENIZERS[part]().save_pretrained(out / (component if kind.repo else name))
         if part == "clip_model":
             from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -206,6 +207,9 @@ def _write_pipeline_files(kind: Any, out: Path, with_scheduler: bool) -> None:
     """Write the scheduler, and model_index.json like the pipeline's save_pretrained."""
     import diffusers
 
+    if kind.repo:
+        _write_modular_index(kind, out)
+        return
     if with_scheduler:
         getattr(diffusers, kind.scheduler_class)(**kind.scheduler).save_pretrained(out / "scheduler")
     index: dict[str, Any] = {"_class_name": kind.pipeline, "_diffusers_version": diffusers.__version__}
@@ -216,6 +220,19 @@ def _write_pipeline_files(kind: Any, out: Path, with_scheduler: bool) -> None:
             index[component.replace("text_encoder", "tokenizer")] = ["transformers", name]
     index |= {"scheduler": ["diffusers", kind.scheduler_class]} | kind.index
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_modular_index(kind: Any, out: Path) -> None:
+    """Write modular_model_index.json, like in a repository of a modular pipeline."""
+    import diffusers
+
+    index: dict[str, Any] = {"_class_name": kind.pipeline, "_diffusers_version": diffusers.__version__}
+    places = {component: (component, CLASSES[part][:2]) for component, part in kind.components.items()}
+    places["tokenizer"] = "text_encoder", ("transformers", "Qwen3VLProcessor")
+    for component, (folder, loaded) in places.items():
+        place = {"pretrained_model_name_or_path": kind.repo, "subfolder": folder, "type_hint": loaded}
+        index[component] = [None, None, place | {"revision": None, "variant": None}]
+    (out / "modular_model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def build(

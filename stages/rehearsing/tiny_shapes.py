@@ -18,8 +18,8 @@ _KANDINSKY_TINY = _KANDINSKY | {
 _IMAGE_SHAPES, _VIDEO_SHAPES, _SANA_SHAPES, _Z_IMAGE_SHAPES, _WAN_SHAPES, _WAN_5B_SHAPES = (
     FAMILIES[name].shapes for name in ("kandinsky5-image", "kandinsky5-video", "sana", "z-image", "wan2.1", "wan2.2-5b")
 )
-_QWEN_IMAGE_SHAPES, _FLUX2_SHAPES, _KREA2_SHAPES = (
-    FAMILIES[name].shapes for name in ("qwen-image", "flux2-klein", "krea2")
+_QWEN_IMAGE_SHAPES, _FLUX2_SHAPES, _FLUX3_SHAPES, _KREA2_SHAPES = (
+    FAMILIES[name].shapes for name in ("qwen-image", "flux2-klein", "flux3", "krea2")
 )
 _TINY_VAE = {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
 _WAN_TINY = {
@@ -70,6 +70,10 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "joint_attention_dim": 96, "axes_dims_rope": (8, 8, 8, 8),
         },
         "flux2_vae": _TINY_VAE,
+        "flux3": {
+            "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32,
+            "joint_attention_dim": 256, "axes_dims_rope": (8, 8, 8, 8),
+        },
         "krea2": {
             "num_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_head_dim": 32,
             "intermediate_size": 192, "timestep_embed_dim": 32, "text_hidden_dim": 32, "text_num_attention_heads": 2,
@@ -117,7 +121,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 28, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
-        "qwen3_vl": {  # number of layers that Krea 2 needs
+        "qwen3_vl": {  # number of layers that Krea 2 and FLUX.3 need
             "text_config": {
                 "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 36, "num_attention_heads": 2,
                 "num_key_value_heads": 1, "head_dim": 16,
@@ -147,6 +151,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "umt5": dict(_WAN_SHAPES["text_encoder"]),
         "flux2": dict(_FLUX2_SHAPES["transformer"]),
         "flux2_vae": dict(_FLUX2_SHAPES["vae"]),
+        "flux3": dict(_FLUX3_SHAPES["transformer"]),
         "krea2": dict(_KREA2_SHAPES["transformer"]),
         "qwen3_vl": dict(_KREA2_SHAPES["text_encoder"]),
         "flux_vae": dict(_IMAGE_SHAPES["vae"]),
@@ -176,6 +181,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 for _parts in SHAPES.values():
     _parts["qwen49"] = _parts["qwen"]
+    _parts["qwen3_vl_chat"] = _parts["qwen3_vl"]
 SHAPES["pro"] = SHAPES["true"] | {"video": {**_VIDEO_SHAPES["transformer"], **PRO}}
 
 # part -> (library, model class, config class, None if the model class takes the keys)
@@ -192,6 +198,7 @@ CLASSES = {
     "wan_5b_vae": ("diffusers", "AutoencoderKLWan", None),
     "flux2": ("diffusers", "Flux2Transformer2DModel", None),
     "flux2_vae": ("diffusers", "AutoencoderKLFlux2", None),
+    "flux3": ("diffusers", "Flux3Transformer2DModel", None),
     "krea2": ("diffusers", "Krea2Transformer2DModel", None),
     "flux_vae": ("diffusers", "AutoencoderKL", None),
     "hunyuan_vae": ("diffusers", "AutoencoderKLHunyuanVideo", None),
@@ -205,6 +212,7 @@ CLASSES = {
     "umt5": ("transformers", "UMT5EncoderModel", "UMT5Config"),
     "qwen3_deep": ("transformers", "Qwen3ForCausalLM", "Qwen3Config"),
     "qwen3_vl": ("transformers", "Qwen3VLModel", "Qwen3VLConfig"),
+    "qwen3_vl_chat": ("transformers", "Qwen3VLForConditionalGeneration", "Qwen3VLConfig"),
     "dinov2": ("transformers", "Dinov2Model", "Dinov2Config"),
 }
 
@@ -213,7 +221,8 @@ CLASSES = {
 class CheckpointKind:
     """A kind of checkpoint. pipeline: class in diffusers, None for a single model. components: subfolder -> row of
     SHAPES. transformer: further configuration of each transformer. scheduler: further configuration of the scheduler.
-    scheduler_class: class in diffusers. index: further entries of model_index.json."""
+    scheduler_class: class in diffusers. index: further entries of model_index.json. repo: for a modular pipeline, the
+    repository in its index; it has no scheduler, and its tokenizer is in the text encoder's folder."""
 
     pipeline: str | None
     components: dict[str, str]
@@ -221,6 +230,7 @@ class CheckpointKind:
     scheduler: dict[str, Any] = field(default_factory=dict)
     scheduler_class: str = "FlowMatchEulerDiscreteScheduler"
     index: dict[str, Any] = field(default_factory=dict)
+    repo: str | None = None
 
 
 _QWEN_CLIP = {"text_encoder": "qwen", "text_encoder_2": "clip"}
@@ -304,6 +314,11 @@ KINDS = {
         {"transformer": "flux2", "vae": "flux2_vae", "text_encoder": "qwen3_deep"},
         {"guidance_embeds": False},
         {"use_dynamic_shifting": True, "shift": 3.0},
+    ),
+    "flux3": CheckpointKind(
+        FAMILIES["flux3"].pipelines["t2i"],
+        {"transformer": "flux3", "vae": "flux2_vae", "text_encoder": "qwen3_vl_chat"},
+        repo=FAMILIES["flux3"].flavours["klein-base"].repo,
     ),
     "krea2": CheckpointKind(
         FAMILIES["krea2"].pipelines["t2i"],

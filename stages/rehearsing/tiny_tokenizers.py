@@ -181,6 +181,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen": qwen_tokenizer,
     "qwen49": partial(qwen_tokenizer, 49),
     "qwen3_vl": partial(qwen_tokenizer, words=("assistant",)),  # the template's end has 5 tokens, as in the pipeline
+    "qwen3_vl_chat": partial(qwen_tokenizer, words=("assistant",), chat_template=QWEN3_CHAT),
     "qwen3": partial(qwen_tokenizer, chat_template=QWEN3_CHAT),
     "qwen3_deep": partial(qwen_tokenizer, chat_template=QWEN3_CHAT),
     "clip": clip_tokenizer,

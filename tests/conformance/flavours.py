@@ -73,6 +73,19 @@ def krea2_text(pipe: Any, caption: str, images: Sequence[Any], negative: bool) -
     return embeds_BLKD[mask_BL].flatten(1), None
 
 
+def flux3_text(pipe: Any, caption: str, images: Sequence[Any], negative: bool) -> tuple[Any, None]:
+    """The text's tokens, and the first padding token: all padding tokens are equal."""
+    import torch
+
+    embeds_WD = pipe.encode_prompt(caption, "", FLUX3_LONGEST)[0][0]
+    messages = [{"role": "user", "content": caption}]
+    text = pipe.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    length = min(len(pipe.tokenizer.tokenizer(text)["input_ids"]), FLUX3_LONGEST)
+    assert len(embeds_WD) == -(-length // 80) * 80
+    torch.testing.assert_close(embeds_WD[length:], embeds_WD[length : length + 1].expand(len(embeds_WD) - length, -1))
+    return embeds_WD[: length + 1], None
+
+
 # --- latents: (autoencoder, z) -> the model's latents. z: (B, C, T, h, w), a draw of the autoencoder's posterior ---
 
 
@@ -224,6 +237,13 @@ def _klein(flavour: str, **more: Any) -> Row:
     return Row("flux2-klein", flavour, klein_text, in_squares, tokens, **options, **more)
 
 
+def _flux3(flavour: str, **more: Any) -> Row:
+    # Its text encoder has 36 layers, and roundings add up.
+    options = {"checkpoint": "flux3", "longest": FLUX3_LONGEST, "roundings": 50}
+    return Row("flux3", flavour, flux3_text, in_squares, tokens, **options, **more)
+
+
+FLUX3_LONGEST = 960  # tokens: a multiple of 80
 _LOW_EXPERT = {"scheduled_sampling": "set train.experts to high"}  # its rollouts begin with more noise
 #: Name of the row, by which tests ask for a project, a checkpoint or a transformer of it -> row.
 ROWS = {
@@ -245,5 +265,7 @@ ROWS = {
     "wan2.2-a14b-i2v": _wan("wan2.2-a14b", "i2v-a14b", refused=_LOW_EXPERT),
     "flux2-klein": _klein("klein-base-4b", same_in_bfloat16=True, is_long=True),
     "flux2-klein-i2i": _klein("klein-base-4b-i2i"),
+    "flux3": _flux3("klein-base"),
+    "flux3-i2i": _flux3("klein-base-i2i"),
     "krea2": Row("krea2", "krea-2-raw", krea2_text, by_channel, tokens_of_squares, roundings=50),
 }

@@ -31,7 +31,7 @@ from tests.trainer.methods.test_crepa import with_features
 from trainer.__main__ import run as train
 from trainer.batch import Batch
 from trainer.families.base import module_of
-from trainer.validation import Denoising, draw_inputs, list_samples
+from trainer.validation import Denoising, draw_inputs, list_samples, load_scheduler
 
 CPU = torch.device("cpu")
 STAGES = (discover.run, bucket.run, encode_text.run, encode_latents.run, index.run)
@@ -131,6 +131,9 @@ class Made:
     def load(self, part: str = "transformer", dtype: torch.dtype = torch.float32) -> Any:
         return self.family.load(str(self.checkpoint), dtype=dtype, part=part).eval()
 
+    def scheduler(self, shift: float | None = None) -> Any:
+        return load_scheduler(str(self.checkpoint), shift=shift, modular=self.row.spec.modular)
+
     # --- the pipeline ---
 
     def load_pipeline(self, **options: Any) -> Any:
@@ -216,6 +219,10 @@ def load_pipeline(row: Row, folder: Path, texts: bool = True, dtype: torch.dtype
     """As from_pretrained makes it, of the row's task. Parts that need torchvision are replaced. texts: whether with the
     text encoders."""
     spec, parts = row.spec, {}
+    if spec.modular:
+        from tests.conformance.modular import Flux3Pipeline
+
+        return Flux3Pipeline.of(folder, texts, dtype)
     if not texts:
         parts = dict.fromkeys(spec.text_components)
     elif "torchvision" in spec.pipeline_packages:

@@ -28,7 +28,7 @@ from tests.trainer.runs import lines, move_adapter, prepared, trained_weights
 from trainer import train as loop
 from trainer.methods import METHODS
 from trainer.setup import adapters, export
-from trainer.validation import SHIFT_KEYS, load_scheduler
+from trainer.validation import SHIFT_KEYS
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ CAPTIONS = [
 ]
 OVERLONG = "words that go on " * 300
 CLOSE, DENOISED = 1e-5, 2e-5
-REPEATED = re.compile(r"(^|_)(blocks|refiner|layers)\.\d+\.")
+REPEATED = re.compile(r"(^|_)(blocks|refiner|layers)(\.[a-z_]+)?\.\d+\.")
 
 
 NAMES = [long(name) if row.is_long else name for name, row in ROWS.items()]
@@ -195,7 +195,7 @@ def test_predictions_are_the_pipelines(made: Made, record_property) -> None:
     key = next(key for key in SHIFT_KEYS if key in own.config)
     fixed = {"use_dynamic_shifting": False} if own.config.get("use_dynamic_shifting") else {}
     theirs = FlowMatchEulerDiscreteScheduler(shift=2.7), type(own).from_config(own.config, **{key: 2.7}, **fixed)
-    ours = FlowMatchEulerDiscreteScheduler(shift=2.7), load_scheduler(str(made.checkpoint), shift=2.7)
+    ours = FlowMatchEulerDiscreteScheduler(shift=2.7), made.scheduler(2.7)
     try:
         for scheduler, made.pipe.scheduler in zip(ours, theirs, strict=True):
             seen, found = made.generate(made.pipe, guided=False, steps=3), made.denoise(scheduler, 3)
@@ -232,7 +232,7 @@ def test_samples_in_bfloat16_are_the_pipelines_in_every_bit(made: Made) -> None:
     pipe.transformer = type(pipe.transformer).from_pretrained(
         made.checkpoint / "transformer", torch_dtype=torch.bfloat16
     )
-    ours = made.denoise(load_scheduler(str(made.checkpoint)), STEPS, guided=True, dtype=torch.bfloat16).final
+    ours = made.denoise(made.scheduler(), STEPS, guided=True, dtype=torch.bfloat16).final
     assert ours.dtype == torch.bfloat16 and made.apart(ours, made.generate(pipe).final) == 0
 
 

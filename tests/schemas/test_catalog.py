@@ -18,6 +18,7 @@ from schemas.family import IS_DISTILLED
 PIPELINES = {(family.name, task): name for family in FAMILIES.values() for task, name in family.pipelines.items()}
 KANDINSKY = [key for key in PIPELINES if key[0].startswith("kandinsky5")]
 EDIT = [key for key in PIPELINES if key[0].startswith("qwen-image-edit")]
+CALLED = [key for key in PIPELINES if FAMILIES[key[0]].modular is None]
 WAN = [key for key in PIPELINES if key[0].startswith("wan")]
 
 
@@ -174,7 +175,31 @@ def test_kleins_template():
     assert template.padded and not template.thinking and template.cleaner.text(" A \n b ") == " A \n b "
 
 
-@pytest.mark.parametrize("key", PIPELINES)
+def test_flux3s_template():
+    """Its text is compared with the tokenizer's chat template by the encoder."""
+    template, pipe = FAMILIES["flux3"].templates["t2i"], pipeline(("flux3", "t2i"))
+    assert FAMILIES["flux3"].templates["i2i"] == template  # without the images
+    defaults, step = pipe.default_call_parameters, pipe.blocks.sub_blocks["text_encoder"]
+    assert template.max_length == defaults["max_sequence_length"] and template.window == step.pad_multiple
+    assert template.layers == defaults["text_encoder_out_layers"] and template.cleaner.text(" A \n b ") == " A \n b "
+
+
+def test_what_a_modular_pipeline_makes_itself():
+    """Scheduler, guider and sizes; the blocks that are removed are there."""
+    family, pipe = FAMILIES["flux3"], pipeline(("flux3", "t2i"))
+    assert type(pipe.blocks).__name__ == family.modular.blocks and {*family.modular.skipped} <= {
+        *pipe.blocks.sub_blocks
+    }
+    assert type(pipe.scheduler) is diffusers.FlowMatchEulerDiscreteScheduler
+    assert dict(pipe.scheduler.config).items() >= family.modular.scheduler.items()
+    assert {flavour.shift for flavour in family.flavours.values()} == {family.shift_by_tokens(4096)}
+    assert family.guidance == pipe.guider.guidance_scale and family.negative_prompt == ""
+    assert family.spatial_stride == 2 * pipe.vae_scale_factor == family.side_multiple
+    step = pipe.blocks.sub_blocks["denoise"].sub_blocks["text2image"].sub_blocks["set_timesteps"]
+    assert family.steps == step.num_inference_steps and family.latent_channels == pipe.num_channels_latents
+
+
+@pytest.mark.parametrize("key", CALLED)
 def test_inference_defaults(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
     assert family.guidance == default(pipe.__call__, family.guidance_argument)
@@ -184,7 +209,7 @@ def test_inference_defaults(key):
         assert family.steps == default(pipe.__call__, "num_inference_steps")
 
 
-@pytest.mark.parametrize("key", PIPELINES)
+@pytest.mark.parametrize("key", CALLED)
 def test_settings_of_pipelines(key):
     """Negative prompts of pipelines, and their settings in model_index.json."""
     family, kind = FAMILIES[key[0]], getattr(diffusers, PIPELINES[key])
@@ -196,7 +221,7 @@ def test_settings_of_pipelines(key):
     assert all(parameters[name].default is False for name in settings), "a missing key means false"
 
 
-@pytest.mark.parametrize("key", PIPELINES)
+@pytest.mark.parametrize("key", CALLED)
 def test_negative_prompts(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
     if key in (("qwen-image", "t2i"), *EDIT):  # guides only with a negative prompt; " " is from its documentation
@@ -212,7 +237,7 @@ def test_negative_prompts(key):
         assert assigned(type(pipe).__call__, "negative_prompt") == [family.negative_prompt]
 
 
-@pytest.mark.parametrize("key", PIPELINES)
+@pytest.mark.parametrize("key", CALLED)
 def test_strides(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
     if key in (("z-image", "t2i"), ("qwen-image", "t2i"), ("krea2", "t2i"), *EDIT):
@@ -249,15 +274,17 @@ def test_components_are_named():
     for family in FAMILIES.values():
         assert family.default_flavour in family.flavours
         assert all(flavour.name == name for name, flavour in family.flavours.items())
-        assert {"text_encoder", "tokenizer"} <= set(family.text_components) and family.latent_components == ("vae",)
+        wanted = {"text_encoder"} if family.modular else {"text_encoder", "tokenizer"}
+        assert wanted <= set(family.text_components) and family.latent_components == ("vae",)
 
 
 def test_the_parts_are_the_components_of_the_encoders():
-    from stages.encoding.text import gemma, kandinsky5, qwen3, qwen3_vl, qwen_image, qwen_image_edit, umt5
+    from stages.encoding.text import flux3, gemma, kandinsky5, qwen3, qwen3_vl, qwen_image, qwen_image_edit, umt5
 
     assert {FAMILIES[name].text_components for name, _ in EDIT} == {qwen_image_edit.Encoder.components}
     assert FAMILIES["qwen-image"].text_components == qwen_image.Encoder.components
     assert FAMILIES["flux2-klein"].text_components == qwen3.Encoder.components
+    assert FAMILIES["flux3"].text_components == flux3.Encoder.components
     assert FAMILIES["krea2"].text_components == qwen3_vl.Encoder.components
     assert FAMILIES["z-image"].text_components == qwen3.Encoder.components
     assert {FAMILIES[name].text_components for name in ("wan2.1", "wan2.2-5b")} == {umt5.Encoder.components}

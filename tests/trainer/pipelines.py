@@ -10,6 +10,7 @@ import diffusers
 import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+from diffusers.models.transformers.transformer_flux3 import Flux3Transformer2DModel
 from diffusers.models.transformers.transformer_krea2 import Krea2Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
@@ -74,6 +75,10 @@ def pipeline(kind: str, folder: Path):
     """The real pipeline around the real transformer, without encoders, autoencoder and scheduler."""
     name = json.loads((folder / "transformer" / "config.json").read_text())["_class_name"]
     transformer = getattr(diffusers, name).from_pretrained(folder / "transformer")
+    if ROWS[kind].spec.modular:
+        modular = pipeline_class(kind)()
+        modular.update_components(transformer=transformer)
+        return modular
     return pipeline_class(kind)(transformer=transformer, **absent_parts(pipeline_class(kind)))
 
 
@@ -114,6 +119,12 @@ def comfyui_names(model: torch.nn.Module, name: str) -> list[str]:
         name = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda found: f".cross_attn.{found[1] or 'o'}", name)
         name = re.sub(r"\.ffn\.net\.(\d)(?:\.proj)?$", r".ffn.\1", name)
         return [f"diffusion_model.{name}"]
+    if isinstance(model, Flux3Transformer2DModel):
+        name = re.sub(
+            r"^single_transformer_blocks", "single_blocks", re.sub("^mode_blocks", "content_mode_blocks", name)
+        )
+        name = re.sub(r"attn\.to_([qkv])$", r"\1_proj", re.sub(r"ff\.linear_(in|out)$", r"mlp_\1", name))
+        return [f"diffusion_model.{name.replace('attn.to_out.0', 'attn_out')}"]
     if isinstance(model, Flux2Transformer2DModel):
         return [f"transformer.{name}", flat]
     mapped = isinstance(model, Krea2Transformer2DModel | QwenImageTransformer2DModel | ZImageTransformer2DModel)

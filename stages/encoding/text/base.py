@@ -86,6 +86,7 @@ class TextEncoder(ABC, Generic[Reader]):
     """
 
     components: tuple[str, ...]  # folders of the checkpoint
+    tokenizer = "tokenizer"  # folder of the tokenizer
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class TextEncoder(ABC, Generic[Reader]):
         self.unquantized: list[str] = []  # matrices that nf4-bnb does not quantize
         self._options, self._share_prefix = options, share_prefix
         self._lock = Lock()
-        self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
+        self._tokenizer = AutoTokenizer.from_pretrained(folder / self.tokenizer, padding_side="right")
         self._reader = self._load(folder)
 
     @abstractmethod

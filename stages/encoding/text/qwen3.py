@@ -25,7 +25,7 @@ class Qwen3WithoutHead(Qwen3Model):
 
 
 class Encoder(TextEncoder):
-    components = ("text_encoder", "tokenizer")
+    components: tuple[str, ...] = ("text_encoder", "tokenizer")
 
     def _load(self, folder: Path) -> TextReader:
         self._check_chat_template()
@@ -70,4 +70,4 @@ class Encoder(TextEncoder):
         return self._reader.hidden_states(batch)[0], None
 
 
-WHOLE_TOKENIZER = "use the whole folder tokenizer/ of the checkpoint's own repository"
+WHOLE_TOKENIZER = "use the tokenizer's whole folder from the checkpoint's own repository"

@@ -144,12 +144,25 @@ class TextReader(ABC):
 
 
 class PaddedModel(TextReader):
-    """A causal language model that reads texts padded on the right, all to one length, as `PreparedPrompt.ids` are.
+    """A causal language model that reads texts padded on the right, as `PreparedPrompt.ids` are.
 
     The padding is a part of the text. A real token sees the real tokens up to itself, and a padding token all real
     tokens, from its own position: neither itself nor other padding. So the states at every position depend on the text
     and on the position, and are computed for each text.
     """
+
+    def __init__(
+        self,
+        model: Any,
+        pad_id: int,
+        device: torch.device,
+        layers: Sequence[int] = (-1,),
+        padding_position: int | None = None,
+    ) -> None:
+        """layers: see `schemas.family.Template`. padding_position: position of all padding tokens, whose states are
+        equal then; None: padding continues the positions of the text."""
+        super().__init__(model, pad_id, device, layers)
+        self._padding_position = padding_position
 
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
         """ids_BL, and lengths_B, the number of real tokens of each text."""
@@ -158,7 +171,12 @@ class PaddedModel(TextReader):
     def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
         ids_BL, lengths_B = inputs
         self.stats.full_texts += len(texts)
-        return self._run(input_ids=ids_BL, attention_mask=self._mask(ids_BL.shape[1], lengths_B), use_cache=False)
+        options: dict[str, Any] = {"attention_mask": self._mask(ids_BL.shape[1], lengths_B), "use_cache": False}
+        if self._padding_position is not None:
+            places_L = torch.arange(ids_BL.shape[1], device=self.device)
+            is_real_BL = places_L < lengths_B[:, None]
+            options["position_ids"] = torch.where(is_real_BL, places_L, self._padding_position)
+        return self._run(input_ids=ids_BL, **options)
 
     def _mask(self, length: int, lengths_B: torch.Tensor) -> torch.Tensor:
         """mask_B1LL, which attention adds to its scores, made on the device. For a mask with two axes, transformers

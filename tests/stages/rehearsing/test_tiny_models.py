@@ -40,7 +40,7 @@ def test_the_seed_alone_decides_the_bytes(models: Path, tmp_path: Path, kind: st
 
 def test_all_kinds_are_small(models: Path) -> None:
     sizes = {kind: sum(map(len, _files(models / kind).values())) for kind in tiny_models.KINDS}
-    assert max(sizes.values()) < 6e6 and sum(sizes.values()) < 66e6, sizes
+    assert max(sizes.values()) < 6e6 and sum(sizes.values()) < 4e6 * len(sizes), sizes
 
 
 @pytest.mark.parametrize(
