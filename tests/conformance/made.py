@@ -148,7 +148,8 @@ class Made:
     def trained_pipe(self) -> Any:
         """With what training has saved, loaded by the pipeline's own loader."""
         pipe = self.load_pipeline(texts=False)
-        pipe.register_modules(**{name: getattr(self.pipe, name) for name in self.row.spec.text_components})
+        names = {*self.row.spec.text_components, *(["tokenizer"] if self.row.spec.modular else [])}
+        pipe.register_modules(**{name: getattr(self.pipe, name) for name in names})
         for run in self.trained:
             load_trained(pipe, run)
         return pipe

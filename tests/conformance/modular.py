@@ -37,7 +37,6 @@ class Flux3Pipeline(Flux3ModularPipeline):
     def register_modules(self, **parts: Any) -> None:
         for name, part in parts.items():
             setattr(self, name, part)
-        self.tokenizer = parts.get("tokenizer", self.tokenizer)
 
     @torch.no_grad()
     def encode_prompt(self, prompt: str, negative: str, longest: int = 8192) -> tuple[torch.Tensor, torch.Tensor]:
