@@ -25,9 +25,9 @@ Settings = dict[KeyPath, Any]
 
 #: Task -> description.
 TASKS = {
-    "style": "how pictures look",
     "character": "a person, an animal, a figure",
-    "concept": "a thing or a kind of picture that the model does not know",
+    "style": "how pictures look",
+    "object": "a thing, or a kind of picture that the model does not know",
     "editing": "a change of pictures, from pairs: before and after",
     "motion": "how things move, from clips",
 }

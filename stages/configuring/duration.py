@@ -46,15 +46,26 @@ def step_operations(config: Config) -> float | None:
 
 def describe_duration(config: Config, answer: str, gib: float) -> str:
     """Sentence about the time of training. answer: words about the card; gib: memory of the card."""
+    if not (words := describe_briefly(config, answer, gib)):
+        return "unknown: nothing was measured, and the table of published step times has no row for it"
+    return (
+        f"{words}: an order of magnitude, from step times that others published (docs/memory.md); nothing was measured "
+        "here"
+    )
+
+
+def describe_briefly(config: Config, answer: str, gib: float) -> str:
+    """Like "20 to 60 minutes on such a card (4080, ...)"; "" if the time is not known. answer: words about the card.
+    gib: memory of the card."""
     cards, operations = likely_cards(answer, gib), step_operations(config)
     if operations is None or not cards:
-        return "unknown: nothing was measured, and the table of published step times has no row for it"
+        return ""
     low, high = (seconds * config.train.steps for seconds in step_seconds(operations, cards))
     which = ", ".join(cards[:MOST_NAMED]) + ", ..." * (len(cards) > MOST_NAMED)
-    return (
-        f"{_round(low)} to {_round(high)} on such a card ({which}): an order of magnitude, from step times that others "
-        "published (docs/memory.md); nothing was measured here"
-    )
+    shortest, longest = _round(low), _round(high)
+    if shortest.rstrip("s").partition(" ")[2] == longest.rstrip("s").partition(" ")[2]:
+        shortest = shortest.partition(" ")[0]
+    return f"{shortest} to {longest} on such a card ({which})"
 
 
 def _round(seconds: float) -> str:

@@ -150,8 +150,8 @@ def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str, is_long: b
         assert prediction == pytest.approx(predict(config, shape), rel=0.01)
     assert prediction / 2**30 <= card_gb * 1e9 / 2**30 - RESERVED_GIB
     text = re.sub(r"\n# ", " ", (FOLDER / f"{name}.yaml").read_text())
-    (stated_gib,) = re.findall(r"Predicted for training: (\d+) GiB", text)
-    assert math.isclose(prediction / 2**30, int(stated_gib), abs_tol=1)
+    (stated_gib,) = re.findall(r"Predicted for training: (\d+\.\d) GiB", text)
+    assert math.isclose(prediction / 2**30, float(stated_gib), abs_tol=0.15)
 
 
 # --- training ---

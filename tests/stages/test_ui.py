@@ -59,7 +59,7 @@ REQUESTS: list[tuple[str, str, dict[str, str], int]] = [
     ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}, 403),
     ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 200),
     ("POST", "/jobs/discover/start", {}, 403),
-    ("POST", "/configuration/save", {"Origin": "http://evil.example"}, 403),
+    ("POST", "/settings/save", {"Origin": "http://evil.example"}, 403),
     ("POST", "/jobs/discover/start", {"Origin": "null"}, 403),
     ("POST", "/jobs/discover/start", {"Origin": "http://evil.example"}, 403),
     ("POST", "/jobs/discover/start", {"Host": "evil.example", "Origin": "http://evil.example"}, 403),
@@ -255,7 +255,7 @@ def test_an_invalid_configuration_is_shown_and_starts_nothing(server: UiServer, 
     path.write_text(path.read_text().replace('"resolution"', '"resolutoin"'))
     refused = server.post("/jobs/discover/start")
     assert refused.status == 409 and "pipeline.yaml:" in refused.json["error"] and "resolutoin" in refused.json["error"]
-    assert "The configuration is not valid" in server.get("/").text
+    assert "The settings are not valid" in server.get("/").text
     form = server.request("POST", "/jobs/discover/start", "", Origin=server.url)
     assert form.status == 409 and "resolutoin" in form.text and "<h1>" in form.text, (
         "a browser without a script gets a page"

@@ -174,7 +174,8 @@ def test_by_questions_and_by_a_recipe(server: UiServer, place: Path) -> None:
     address = propose(server, "/new/propose", **fields)
     text = server.get(address).text
     for words in (
-        "4 of 4 pictures, Sana 1.6B, 500 steps, about 5 of 12 GB",
+        "4 of 4 pictures, Sana 1.6B, 500 steps, ",
+        "; from step times that others published), 5.7 of 12 GB",
         "% cut off",
         "flavour: sana-1.6b-1024px",
         "1:30:00",
@@ -187,6 +188,6 @@ def test_by_questions_and_by_a_recipe(server: UiServer, place: Path) -> None:
     config = load_config(place / "cats/pipeline.yaml")
     assert config.model.family == "sana" and Path(config.datasets[0].root) == place / "media"
     assert "What to do" in server.get("/p/cats/").text
-    address = propose(server, "/new/propose", **fields | {"recipe": "", "card": "16", "task": "concept"})
+    address = propose(server, "/new/propose", **fields | {"recipe": "", "card": "16", "task": "object"})
     assert 'id="same"' in server.get(address).text or "Changes" in server.get(address).text
     assert load_config(place / "cats/pipeline.yaml") == config, "nothing is written before the request"

@@ -44,7 +44,7 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
         page.on("dialog", lambda dialog: dialogs.append(dialog.message))
         page.on("request", lambda request: requests.append(request.url))
         for path in (
-            *("/", "/pictures", "/pictures/one?name=one&step=3", "/configuration", "/rejected", "/logs", "/logs/run"),
+            *("/", "/pictures", "/pictures/one?name=one&step=3", "/settings", "/rejected", "/logs", "/logs/run"),
             *("/plan", "/preview", "/report", "/queue", "/captions"),
         ):
             page.goto(server.url + path)

@@ -17,7 +17,7 @@ from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.ui_server import UiServer, projects_server, ui_server
 
-PAGES = ("", "pictures", "queue", "configuration", "captions", "rejected", "logs", "plan", "preview", "report")
+PAGES = ("", "pictures", "queue", "settings", "captions", "rejected", "logs", "plan", "preview", "report")
 LINK = re.compile(r'\b(?:href|src|action|formaction|data-tail)="(/[^"]*)"')
 
 
@@ -92,7 +92,7 @@ def test_no_project_sees_what_is_anothers(several: UiServer) -> None:
 def test_what_is_changed_in_one_is_not_in_the_other(several: UiServer, homes: list[Project]) -> None:
     assert several.post("/p/harbour/queue/add", run="another").status == 200
     assert "another" in several.get("/p/harbour/queue").text and "another" not in several.get("/p/lantern/queue").text
-    assert several.post("/p/harbour/configuration/save", text="a: 1", base="", stamp="").status == 409
+    assert several.post("/p/harbour/settings/save", text="a: 1", base="", stamp="").status == 409
     without_script = several.request("POST", "/p/lantern/queue/clear", "", Origin=several.url)
     assert without_script.status == 303 and without_script.headers["location"] == "/p/lantern/queue"
     media_id, *_ = re.findall(r'action="/p/harbour/captions/([0-9a-f]+)/save"', several.get("/p/harbour/captions").text)
@@ -137,7 +137,7 @@ def test_the_configurations_of_a_folder(
         text = server.get("/projects").text
         assert re.findall(r'id="project-([^"]*)"', text) == ["one"]
         assert (
-            "Invalid configurations" in text
+            "Settings that are not valid" in text
             and "&lt;b&gt;bad.yaml" in text
             and "<b>bad" not in text
             and "<i>" not in text
@@ -145,7 +145,7 @@ def test_the_configurations_of_a_folder(
         (folder / "two.yaml").write_text(settings)
         assert re.findall(r'id="project-([^"]*)"', server.get("/projects").text) == ["one", "two"]
         (folder / "<b>bad.yaml").write_text(settings)
-        assert "Invalid configurations" not in server.get("/projects").text, "the file was corrected"
+        assert "Settings that are not valid" not in server.get("/projects").text, "the file was corrected"
         (folder / "one/pipeline.yaml").write_text("model: broken")
         assert "model" in server.get("/projects").text and server.get("/p/one/").status == 200
     with pytest.raises(LatentpressError, match="can't be read"):

@@ -166,9 +166,10 @@ memory?.addEventListener("input", () => {
   const size = parseFloat(memory.value);
   for (const text of document.querySelectorAll(".fits")) {
     if (!(size > 0) || !/^[\d.]+ ?(gi?b?)?$/i.test(memory.value.trim())) continue;
-    const fits = Number(text.dataset.need) <= size;
+    const need = Number(text.dataset.need), fits = need <= size;
     text.classList.toggle("no", !fits);
-    text.textContent = `${fits ? "fits" : "does not fit"} ${size} GB: ${Number(text.dataset.need)} of ${size}`;
+    const words = fits ? (need > document.getElementById("recipes").dataset.comfortable * size ? "barely fits" : "fits") : "does not fit";
+    text.textContent = `${words} ${size} GB: ${need} of ${size}`;
   }
 });
 

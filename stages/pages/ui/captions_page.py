@@ -36,8 +36,8 @@ from stages.pages.captioned_items import (
 )
 from stages.pages.ui.app import Form, Page, Site, action, get, lines_of, parse_first_item, render, site_of
 from stages.pages.ui.child_programs import STAGES, Refused
-from stages.pages.ui.config_page import set_options
 from stages.pages.ui.job_cards import ACTIVE_STATES, build_job_card
+from stages.pages.ui.settings_page import set_options
 
 PATH, JOB = "/captions", "caption-thumbnails"
 MAX_SHOWN = 50  # items on one page

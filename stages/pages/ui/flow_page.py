@@ -154,7 +154,7 @@ def act(request: Request, form: Form) -> str:
         raise HTTPException(404, f"{name} does not have the action {verb!r}")
     site.config()
     if site.config_error is not None and verb in ("start", "retry", "restart"):
-        raise Refused(f"the configuration is not valid: {site.config_error.message}", "correct it first")
+        raise Refused(f"the settings are not valid: {site.config_error.message}", "correct it first")
     getattr(site.programs, verb)(name)
     return DONE_WORDS[verb].format(name)
 

@@ -26,6 +26,7 @@ from starlette.routing import BaseRoute, Route
 from cache.store.files import explained
 from schemas.config.loading import parse_config, read_text
 from schemas.config.section import NAME_PATTERN
+from schemas.devices import COMFORTABLE
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_lines
 from stages.configuring.choice import describe_recipes, list_recipes
@@ -112,8 +113,8 @@ class Proposals:
         folder = self._folder / key
         with explained(str(folder)):
             folder.mkdir(parents=True)
-            argv = ["--config", str(file), "--dry-run", "--json", *PROGRAMS[program], *words]
-            argv += [f"--pictures={folder / PICTURES}"] if program == "new" else []
+            argv = ["--config", str(file), "--dry-run", "--json", *PROGRAMS[program]]
+            argv += [f"--pictures={folder / PICTURES}", *words] if program == "new" else words
             with (folder / REPORT).open("wb") as report, (folder / LOG).open("wb") as log:
                 process = start_detached(program, argv, report, log, os.environ)
         before = read_text(file) if file.exists() else None
@@ -271,6 +272,7 @@ def make_new_project_page(projects: Projects, places: Places, proposals: Proposa
                     questions={name: question for name, question in QUESTIONS.items() if name != "media"},
                     cards=describe_recipes(),
                     recipes=list_recipes(),
+                    comfortable=COMFORTABLE,
                     home=projects.home,
                     problem=problem,
                     place=getattr(problem, "name", ""),
@@ -361,7 +363,7 @@ def make_import_page(projects: Projects, places: Places, proposals: Proposals) -
         names = [name for name in listing.configurations if FILE_FIELD + name in form]
         files = [str(places.find_file(f"{listing.path}/{name}")) for name in names]
         if not files:
-            raise Refused("no file was chosen", "choose the configuration's files")
+            raise Refused("no file was chosen", "choose the files of the settings")
         name = form.get("name", "").strip()
         file = check_new_file(projects.home, name)
         trainer = form.get("from", "")

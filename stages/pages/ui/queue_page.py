@@ -16,8 +16,8 @@ from schemas.errors import LatentpressError
 from schemas.text_format import format_duration
 from stages.pages.ui.app import Form, Page, Site, action, get, lines_of, render, site_of
 from stages.pages.ui.child_programs import Refused
-from stages.pages.ui.config_page import why_not_read
 from stages.pages.ui.job_cards import build_job_card
+from stages.pages.ui.settings_page import why_not_read
 
 PATH = "/queue"
 STATES = {"waiting": "to do", "finished": "done"}  # state of an entry -> state of a card, if their names differ

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from schemas.errors import USAGE, LatentpressError
 from schemas.interruption import StopHandler
-from stages.pages.ui import captions_page, config_page, documents, flow_page, pictures_page, queue_page, records
+from stages.pages.ui import captions_page, documents, flow_page, pictures_page, queue_page, records, settings_page
 from stages.pages.ui.app import build_app, get, serve_file
 from stages.pages.ui.guard import Guard, Token, list_names, make_login_route
 from stages.pages.ui.places import Places, make_folders_route
@@ -25,7 +25,7 @@ PAGES = (
     flow_page.PAGE,
     pictures_page.PAGE,
     queue_page.PAGE,
-    config_page.PAGE,
+    settings_page.PAGE,
     captions_page.PAGE,
     *records.PAGES,
     *documents.PAGES,

@@ -48,7 +48,7 @@ def proposed(choice_answers: Answers, choice_media: Media | None = None) -> str:
         ("style", 8, 8, "sana-lora-12gb"),
         ("style", 12, 8, "z-image-lora-12gb"),
         ("character", 12, 1, "klein-4b-lora-12gb"),
-        ("concept", 16, None, "z-image-lora-16gb"),
+        ("object", 16, None, "z-image-lora-16gb"),
         ("style", 80, 8, "qwen-image-lora-24gb"),
         ("editing", 12, 8, "klein-4b-edit-lora-16gb"),
         ("motion", 12, 8, "wan-1.3b-lora-12gb"),
@@ -166,7 +166,7 @@ def test_other_answers() -> None:
     assert (parse_task("char"), parse_time("90m"), parse_time("none")) == ("character", 5400.0, None)
     assert (make_name("My photos (2)"), make_name("猫")) == ("My-photos-2", "media")
     invalid_answers = (
-        (parse_task, "c"),
+        (parse_task, "cat"),
         (parse_task, ""),
         (parse_time, "soon"),
         (parse_card, "much"),

@@ -32,7 +32,7 @@ def file_of(server: UiServer) -> Path:
 
 
 def stamp_of(server: UiServer) -> str:
-    return server.get("/configuration").text.partition('name="stamp" value="')[2].partition('"')[0]
+    return server.get("/settings").text.partition('name="stamp" value="')[2].partition('"')[0]
 
 
 def test_the_form_has_a_field_for_every_option_of_the_example() -> None:
@@ -84,21 +84,21 @@ def test_fields_that_were_not_touched_leave_what_was_typed_into_the_text() -> No
 
 def test_a_search_and_what_is_set(server: UiServer) -> None:
     def search(query: str) -> list[str]:
-        text = server.get(f"/configuration?{query}").text
+        text = server.get(f"/settings?{query}").text
         return re.findall(r'<div class="field"><label for="field:([^"]+)"', text)
 
     assert "train.optimizer.lr" in search("find=OPTIMIZER+rate") and "train.steps" not in search("find=OPTIMIZER+rate")
     assert "train.steps" in search("only_set=on") and "train.optimizer.lr" not in search("only_set=on")
     assert search("find=train.steps&only_set=on") == ["train.steps"]
     assert search("find=no+such+option") == []
-    assert "No option matches" in server.get("/configuration?find=no+such+option").text
+    assert "No option matches" in server.get("/settings?find=no+such+option").text
 
 
 def test_items_are_added_and_removed(server: UiServer) -> None:
     text = file_of(server).read_text()
 
     def change(text: str, base: str = "", **fields: str) -> tuple[str, list[str]]:
-        answer = server.post("/configuration/check", text=text, base=base or text, **fields).json
+        answer = server.post("/settings/check", text=text, base=base or text, **fields).json
         return answer["text"], answer["problems"]
 
     added, problems = change(text, add="datasets", **{"new:datasets": "/data/My <photos>/"})
@@ -126,7 +126,7 @@ def test_items_are_added_and_removed(server: UiServer) -> None:
 
 def test_errors_are_those_of_the_command_line(server: UiServer) -> None:
     text = file_of(server).read_text().replace('"steps": 40', '"steps": -4')
-    answer = server.post("/configuration/check", text=text, base=text).json
+    answer = server.post("/settings/check", text=text, base=text).json
     with pytest.raises(ConfigError) as error:
         copy_path = file_of(server).with_name("other.yaml")
         copy_path.write_text(text)
@@ -134,7 +134,7 @@ def test_errors_are_those_of_the_command_line(server: UiServer) -> None:
     errors = [f"{copy_path}:{line}: {message}" for line, message in answer["errors"]]
     assert errors == error.value.errors and len(errors) == 1
     assert "train.steps" in answer["errors"][0][1]
-    broken = server.post("/configuration/check", text="a: [", base=text).json
+    broken = server.post("/settings/check", text="a: [", base=text).json
     assert "not valid YAML" in broken["errors"][0][1] and broken["values"] == {}
 
 
@@ -152,7 +152,7 @@ def test_prompts_are_read_only_where_the_page_reads_anyway(
 
     def errors_of(name: str) -> str:
         text = json.dumps(settings | {"validation": {"prompts_file": name}})
-        return str(server.post("/configuration/check", text=text, base=text).json["errors"])
+        return str(server.post("/settings/check", text=text, base=text).json["errors"])
 
     climbing = os.path.relpath(outside_file, home.folder)
     (home.folder / "circle.txt").symlink_to(home.folder / "circle.txt")
@@ -171,15 +171,15 @@ def test_saving_writes_the_file_once_it_is_sound(server: UiServer) -> None:
     path, text = file_of(server), file_of(server).read_text()
     path.chmod(0o640)
     stamp = stamp_of(server)
-    refused = server.post("/configuration/save", text=text.replace("40", "-4"), base=text, stamp=stamp)
+    refused = server.post("/settings/save", text=text.replace("40", "-4"), base=text, stamp=stamp)
     assert refused.status == 409 and path.read_text() == text and "1 error" in refused.json["problems"][0]
 
-    saved = server.post("/configuration/save", text=text, base=text, stamp=stamp, **{"field:train.steps": "41"})
+    saved = server.post("/settings/save", text=text, base=text, stamp=stamp, **{"field:train.steps": "41"})
     assert saved.status == 200 and load_config(path).train.steps == 41
     assert path.stat().st_mode & 0o777 == 0o640 and "saved to" in saved.json["message"]
     assert server.site.config().train.steps == 41
 
-    late_answer = server.post("/configuration/save", text=text, base=text, stamp=stamp)
+    late_answer = server.post("/settings/save", text=text, base=text, stamp=stamp)
     assert late_answer.status == 409 and "load this page again" in late_answer.json["problems"][0]
     assert load_config(path).train.steps == 41
     assert not list(path.parent.glob("*.tmp*"))
@@ -192,14 +192,14 @@ def test_a_link_stays_a_link_and_a_folder_that_can_not_be_written_is_named(home:
     path.symlink_to(real)
     text = real.read_text()
     fields = {"text": text, "base": text, "stamp": stamp_of(server), "field:train.steps": "41"}
-    assert server.post("/configuration/save", **fields).status == 200
+    assert server.post("/settings/save", **fields).status == 200
     assert path.is_symlink() and load_config(real).train.steps == 41
 
 
 def test_without_a_script_the_page_keeps_what_was_typed(server: UiServer) -> None:
     text = "train:\n  steps: <b>\n"
     body = "text=" + text.replace("\n", "%0A").replace("<", "%3C").replace(">", "%3E") + "&base="
-    answer = server.request("POST", "/configuration/save", body, Origin=server.url)
+    answer = server.request("POST", "/settings/save", body, Origin=server.url)
     assert answer.status == 409 and "steps: &lt;b&gt;" in answer.text and "<b>" not in answer.text
     assert "train.steps: expected an integer" in answer.text
 
@@ -208,7 +208,7 @@ def test_without_a_script_the_page_keeps_what_was_typed(server: UiServer) -> Non
 def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser: Any) -> None:  # noqa: F811
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     errors = note_errors(page)
-    page.goto(f"{server.url}/configuration")
+    page.goto(f"{server.url}/settings")
     steps, text = page.locator('[id="field:train.steps"]'), page.locator("#text")
     steps.fill("-4")
     steps.press("Tab")
@@ -251,11 +251,11 @@ def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser:
 
 
 def test_a_preset_shows_its_difference_and_changes_the_text(home: Project, server: UiServer) -> None:
-    text = server.get("/configuration").text
+    text = server.get("/settings").text
     assert text.index('id="basic"') < text.index('id="group:train"') and "Learning rate" in text
     assert 'value="Less memory"' in text and "train.offload.blocks" in text
     source = (home.folder / "pipeline.yaml").read_text()
-    answer = server.post("/configuration/check", text=source, base=source, preset="Less memory").json
+    answer = server.post("/settings/check", text=source, base=source, preset="Less memory").json
     assert answer["values"]["train.offload.blocks"] == "true" and (home.folder / "pipeline.yaml").read_text() == source
     changed = answer["text"]
     assert apply_preset(changed, "Less memory") == changed and not compare_preset(changed, "Less memory")

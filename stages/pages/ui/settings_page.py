@@ -1,6 +1,6 @@
-"""The configuration page: the text with the errors at their lines, next to a form that changes the same text. The form
-has groups of fields made from the JSON Schema, and lists to which items can be added; values from the form are written
-into the text."""
+"""The page Settings: the text of the configuration with the errors at their lines, next to a form that changes the same
+text. The form has groups of fields made from the JSON Schema, and lists to which items can be added; values from the
+form are written into the text."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from stages.configuring.form import (
 from stages.pages.ui.app import Page, Site, get, read_form, render, serve_file, site_of
 from stages.pages.ui.child_programs import Refused
 
-PATH = "/configuration"
+PATH = "/settings"
 FIELD = "field:"  # prefix of a field's path in the form's names
 
 
@@ -62,9 +62,9 @@ def _render(
     saved = read_text(site.options.config)
     return render(
         request,
-        "configuration.html",
+        "settings.html",
         status,
-        title="Configuration",
+        title="Settings",
         text=text,
         form=form,
         find=find,
@@ -217,11 +217,11 @@ def set_options(site: Site, values: Mapping[KeyPath, Any]) -> None:
 
 
 PAGE = Page(
-    "Configuration",
+    "Settings",
     PATH,
     (
         get(PATH, show),
-        serve_file(f"{PATH}/script.js", "configuration.js"),
+        serve_file(f"{PATH}/script.js", "settings.js"),
         Route(f"{PATH}/check", check, methods=["POST"]),
         Route(f"{PATH}/save", save, methods=["POST"]),
     ),

@@ -2,7 +2,7 @@
 // Keeps form and text equal: the server checks a change of either, and answers with both.
 
 const PAUSE_MS = 400;
-const form = document.getElementById("configuration"), address = form.action.replace(/\/check$/, ""), text = document.getElementById("text");
+const form = document.getElementById("settings"), address = form.action.replace(/\/check$/, ""), text = document.getElementById("text");
 const numbers = document.getElementById("numbers"), errors = document.getElementById("errors");
 const problems = document.getElementById("problems"), noErrors = document.getElementById("no-errors");
 let turn = 0, timer = 0, errorLines = new Set(), saved = text.dataset.unsaved === undefined ? text.value : null;
