@@ -188,6 +188,8 @@ def text_settings(model: Model, text: Text) -> Settings:
         "positions": text.positions,
         "storage": text.embeds_dtype(precision),
     }
+    if text.storage != "exact" and len(template.layers) > 1:
+        settings["scales"] = "token, layer"
     if template.keeps_end:
         settings["keeps_end"] = True
     if template.window is not None:

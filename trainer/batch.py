@@ -12,7 +12,7 @@ from schemas.family import REFERENCE_PARTS
 
 #: Tensors that stay on the CPU: masks over samples that Python code reads.
 ON_HOST = frozenset({"regularization"})
-SCALE = f"text.{tensor_checks.SCALE}"  # float32, factor of each token's numbers
+SCALE = f"text.{tensor_checks.SCALE}"  # float32, factor of the numbers of each token, or of each token and layer
 TOKENWISE = ("text.embeds", SCALE)  # padded to the longest text of a batch
 #: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
 ABSENT = {"mask": 1.0}
@@ -26,9 +26,9 @@ class Batch:
     the source image (i2i). In batches from the data loader, tensors are on the host in the dtypes in which they are
     stored; `to` converts them. text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F".
     extras: additional tensors (B, ...) by the name of their encoding stage, such as "mask"; text tensors as
-    "text.<name>", including SCALE (B, L) while text_BLD is in 8 bits; "regularization" (B,), bool, which stays on the
-    CPU, if the batch contains regularization data; references, under the names of their parts. lengths: number of
-    tokens of each text; by default computed from the mask.
+    "text.<name>", including SCALE (B, L) or (B, L, layers) while text_BLD is in 8 bits; "regularization" (B,), bool,
+    which stays on the CPU, if the batch contains regularization data; references, under the names of their parts.
+    lengths: number of tokens of each text; by default computed from the mask.
     """
 
     latents_BCTHW: torch.Tensor
@@ -62,9 +62,11 @@ class Batch:
         """Returns the batch on a device, with floating-point tensors in a dtype: tensors are copied, then converted
         there."""
         if SCALE in self.extras:
-            text_BLD, scale_BL = (to_device(part, torch.device(device)) for part in (self.text_BLD, self.extras[SCALE]))
+            text_BLD, scale = (to_device(part, torch.device(device)) for part in (self.text_BLD, self.extras[SCALE]))
+            scale_BLK = scale if scale.ndim == 3 else scale[..., None]
+            text_BLKD = text_BLD.float().unflatten(-1, (scale_BLK.shape[-1], -1)) * scale_BLK[..., None]
             extras = {name: value for name, value in self.extras.items() if name != SCALE}
-            return replace(self, text_BLD=text_BLD.float() * scale_BL[..., None], extras=extras).to(device, dtype)
+            return replace(self, text_BLD=text_BLKD.flatten(-2), extras=extras).to(device, dtype)
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = to_device(tensor, torch.device(device))

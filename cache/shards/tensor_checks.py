@@ -8,7 +8,8 @@ from cache.store.layout import ENCODE_PROGRAMS
 from schemas.family import REFERENCE_PARTS, Family, Task
 from schemas.geometry import Bucket
 
-#: dtypes of `embeds` that have a scale for each token, in SCALE: number = stored number * scale of its token.
+#: dtypes of `embeds` that have a scale for each token, or for each token and layer, in SCALE: number = stored number *
+#: its scale.
 SCALED_DTYPES = ("float8_e4m3fn", "int8")
 SCALE = "embeds_scale"
 SAMPLE = "sample"  # the part of a training set's row that comes from a latents shard
@@ -61,8 +62,8 @@ def find_shape_problem(
 
 
 def find_scale_problem(tensors: Mapping[str, Array], prefix: str = "") -> str:
-    """Return the problem with the scales of a text's tokens, or with missing scales; "" if the scales are valid.
-    prefix: prefix of the names of the text's tensors."""
+    """Return the problem with the scales of a text's tokens, (L,) or (L, layers), or with missing scales; "" if the
+    scales are valid. prefix: prefix of the names of the text's tensors."""
     embeds, scale = tensors.get(f"{prefix}embeds"), tensors.get(f"{prefix}{SCALE}")
     if embeds is None or (scale is None and embeds.dtype not in SCALED_DTYPES):
         return ""
@@ -70,9 +71,14 @@ def find_scale_problem(tensors: Mapping[str, Array], prefix: str = "") -> str:
         return f"{prefix}embeds is {embeds.dtype}, but {prefix}{SCALE} is missing"
     if embeds.dtype not in SCALED_DTYPES:
         return f"it has {prefix}{SCALE}, but {prefix}embeds is {embeds.dtype}"
-    if (scale.dtype, scale.shape) == ("float32", embeds.shape[:1]):
+    layers = scale.shape[1:] or (1,)
+    is_whole = len(layers) == 1 and layers[0] > 0 and embeds.shape[-1] % layers[0] == 0
+    if scale.dtype == "float32" and scale.shape[:1] == embeds.shape[:1] and is_whole:
         return ""
-    return f"{prefix}{SCALE} is {scale.dtype} of shape {scale.shape} instead of float32 with one number for each token"
+    return (
+        f"{prefix}{SCALE} is {scale.dtype} of shape {scale.shape} instead of float32 with one number for each token, "
+        "or for each token and layer"
+    )
 
 
 def find_shape_problems(

@@ -126,8 +126,8 @@ class Text(Section, json_schema_extra={"affects": "text"}):
     )
     storage: Literal["exact", "float8", "int8"] = Field(
         "exact",
-        description="storage of embeddings; float8, int8: 8 bits with a scale for each token; pooled vectors are "
-        "not quantized",
+        description="storage of embeddings; float8, int8: 8 bits with a scale for each token and layer; pooled vectors "
+        "are not quantized",
     )
     positions: Literal["pipeline", "real", "grid"] = Field(
         "pipeline",

@@ -58,7 +58,7 @@ def text_tensor_bytes(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
     if template.padded:
         tokens = np.full_like(tokens, text.max_length or template.max_length)
     width = model.family_spec.published_text_width(model.flavour_spec)
-    scale = 0 if text.storage == "exact" else _DTYPE_BYTES["float32"]
+    scale = 0 if text.storage == "exact" else _DTYPE_BYTES["float32"] * len(template.layers)
     return tokens * (width * _DTYPE_BYTES[text.embeds_dtype(text.precision or model.precision)] + scale)
 
 

@@ -88,7 +88,9 @@ class TextWorker(UnitWorker):
             tensors = {"embeds": result.embeds}
             if self.embeds_dtype in SCALED_DTYPES:
                 dtype = getattr(torch, self.embeds_dtype)
-                tensors["embeds"], tensors[SCALE], self._rounding[name] = quantize_tokens(result.embeds, dtype)
+                tensors["embeds"], tensors[SCALE], self._rounding[name] = quantize_tokens(
+                    result.embeds, dtype, len(self.config.model.template.layers)
+                )
             if result.pooled is not None:
                 tensors["pooled"] = result.pooled
             info = {"tokens": result.tokens, "kept": result.kept}
@@ -110,15 +112,21 @@ class TextWorker(UnitWorker):
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
-def quantize_tokens(embeds_LD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, RoundingError]:
-    """Quantize embeddings to 8 bits (`text.storage`). Returns values of `dtype` (L, D); scale_L, float32 and never
-    zero, by which the trainer multiplies a token's values (`trainer/batch.py`); and the error of values x scales. A
-    value that is not finite makes its token's scale NaN or infinite.
+def quantize_tokens(
+    embeds_LD: torch.Tensor, dtype: torch.dtype, layers: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, RoundingError]:
+    """Quantize embeddings to 8 bits (`text.storage`). Returns values of `dtype` (L, D); scales, float32 and never zero,
+    by which the trainer multiplies the values (`trainer/batch.py`); and the error of values x scales. A value that is
+    not finite makes its scale NaN or infinite.
+
+    layers: number of layers whose hidden states are concatenated along D. The scales are (L,) for one layer, and (L,
+    layers) for several, since the numbers of a late layer are many times as large as the numbers of an early layer.
     """
-    exact = embeds_LD.float()
-    scale_L = (exact.abs().amax(1) / LARGEST[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
-    scaled = exact / scale_L[:, None]
+    exact_LKD = embeds_LD.float().unflatten(1, (layers, -1))
+    scale_LK = (exact_LKD.abs().amax(2) / LARGEST[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = exact_LKD / scale_LK[..., None]
     values = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
-    error = (values.float() * scale_L[:, None] - exact).double()
-    squares = exact.double().square().sum().item()
-    return values, scale_L, RoundingError(squares, error.square().sum().item(), error.abs().max().item())
+    error = (values.float() * scale_LK[..., None] - exact_LKD).double()
+    squares = exact_LKD.double().square().sum().item()
+    rounding = RoundingError(squares, error.square().sum().item(), error.abs().max().item())
+    return values.flatten(1), scale_LK if layers > 1 else scale_LK[:, 0], rounding

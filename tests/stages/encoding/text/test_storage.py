@@ -31,17 +31,26 @@ TEXTS = st.lists(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(TEXTS, st.sampled_from(sorted(DTYPES)), st.sampled_from(["arrow", "webdataset"]), st.booleans())
-def test_numbers_come_back_within_half_a_step_of_their_token(tmp_path, embeds, storage, format, half) -> None:
-    """Through a shard and a batch, for any numbers; a token may have only zeros."""
+@given(
+    TEXTS,
+    st.sampled_from(sorted(DTYPES)),
+    st.sampled_from(["arrow", "webdataset"]),
+    st.booleans(),
+    st.sampled_from([1, 3]),
+)
+def test_numbers_come_back_within_half_a_step_of_their_token(tmp_path, embeds, storage, format, half, layers) -> None:
+    """Through a shard and a batch, for any numbers; a token may have only zeros. Of several layers, each has steps of
+    its own."""
     dtype, precision = DTYPES[storage], torch.bfloat16 if half else torch.float32
     texts = [torch.from_numpy(text).clamp(-1e38, 1e38).to(precision) for text in embeds]
     columns = {"embeds": str(dtype).removeprefix("torch."), "embeds_scale": "float32"}
     with open_writer(Store(tmp_path), "text/f/u", ShardMeta("text", "f", "u", ""), columns, format) as out:
         for number, text in enumerate(texts):
-            values, scale_L, error = quantize_tokens(text, dtype)
-            out.add(ShardRow(f"t{number}", {"embeds": to_array(values), "embeds_scale": to_array(scale_L)}))
-            assert error.largest == (values.float() * scale_L[:, None] - text.float()).abs().max()
+            values, scales, error = quantize_tokens(text, dtype, layers)
+            assert scales.shape == ((len(text), layers) if layers > 1 else (len(text),))
+            out.add(ShardRow(f"t{number}", {"embeds": to_array(values), "embeds_scale": to_array(scales)}))
+            wide = scales.view(len(text), layers).repeat_interleave(3 // layers, 1)
+            assert error.largest == (values.float() * wide - text.float()).abs().max()
         path = out.finish()
     samples = []
     with open_reader(Store(tmp_path), path) as shard:
@@ -54,12 +63,9 @@ def test_numbers_come_back_within_half_a_step_of_their_token(tmp_path, embeds, s
     restored = batch.to("cpu", torch.float32)
     assert not restored.extras and not restored.text_BLD[~restored.text_mask_BL].any()
     for row, text in enumerate(texts):
-        exact, largest_L1 = text.float(), text.float().abs().amax(1, keepdim=True)
-        steps = (
-            largest_L1 / LARGEST[dtype] / 2
-            if storage == "int8"
-            else (exact.abs() / 16).maximum(largest_L1 / 448 / 1024)
-        )
+        exact = text.float()
+        largest = exact.abs() if layers > 1 else exact.abs().amax(1, keepdim=True)
+        steps = largest / LARGEST[dtype] / 2 if storage == "int8" else (exact.abs() / 16).maximum(largest / 448 / 1024)
         assert ((restored.text_BLD[row, : len(text)] - exact).abs() <= steps * 1.0001 + 1e-35).all()
 
 
