@@ -65,6 +65,11 @@ class Bucket:
         return cls(int(width), int(height), int(frames), tuple((int(width), int(height)) for width, height in sizes))
 
     @property
+    def pixels(self) -> int:
+        """The number of pixels of all frames and references. A larger number is a longer step with more memory."""
+        return self.width * self.height * self.frames + sum(width * height for width, height in self.references)
+
+    @property
     def orientation(self) -> str:
         if self.width == self.height:
             return "square"

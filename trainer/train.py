@@ -29,6 +29,7 @@ from schemas.text_format import shown_path
 from trainer import flow, validation
 from trainer.data import MicroBatch, StepBatches
 from trainer.flow import sample_sigma
+from trainer.memory.out_of_memory import explain_memory, naming_micro_batch
 from trainer.methods.base import MethodStep
 from trainer.run import checkpoint, metrics, run_state
 from trainer.run.interruption import StopRequest, StopTraining, StopValidation
@@ -54,7 +55,8 @@ def train(
     device: see `find_device`. Raises DamageError before a damaged row reaches a gradient, DivergedError after too many
     non-finite steps, StoreError if the disk is full.
     """
-    with explain_failures(config.run_folder):
+    ranks = schedule.global_batch // (config.train.batch_size * config.train.accumulate)
+    with explain_failures(config.run_folder), explain_memory(config, ranks):
         run = prepare_training(config, data, schedule, console, device)
         with unwrap_at_end(run):
             return train_loop(run, stop)
@@ -218,7 +220,10 @@ def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None =
     for number, micro_batch in enumerate(data.micro_batches, 1):
         synchronized = number == len(data.micro_batches)
         # A sharded model's gradients are reduced in each micro-batch: see docs/machines.md.
-        with nullcontext() if synchronized else run.accelerator.no_sync(run.denoiser):
+        with (
+            nullcontext() if synchronized else run.accelerator.no_sync(run.denoiser),
+            naming_micro_batch(step, micro_batch.batch.bucket, config.batch_size),
+        ):
             sigma_B, loss_B, logged = backward(run, step, micro_batch, share)
         measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)
     sums = measured.reduce(run.accelerator)

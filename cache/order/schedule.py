@@ -24,17 +24,23 @@ than the regular draws of the epoch reach: within an epoch no row has the same p
 turns.
 
 Steps: micro-batches that ranks compute at the same time should cost the same, for any number of ranks. So an epoch
-lists its micro-batches bucket after bucket, in the order of their cost (pixels times frames; buckets of similar cost
-are in a different order in each epoch), cuts this list into steps, and takes the steps in a random order. A step has
-one bucket, or neighboring buckets of the list if a bucket's micro-batches do not divide by the micro-batches of a step.
-A step may span two epochs: its first part ends one epoch's list and its rest begins the next list. Every other epoch
-lists its buckets from the most expensive to the cheapest, so that these two parts have similar costs, too.
+lists its micro-batches bucket after bucket, in the order of their cost (the pixels of frames and references; buckets of
+similar cost are in a different order in each epoch), cuts this list into steps, and takes the steps in a random order.
+A step has one bucket, or neighboring buckets of the list if a bucket's micro-batches do not divide by the micro-batches
+of a step. A step may span two epochs: its first part ends one epoch's list and its rest begins the next list. The first
+epoch and every other epoch after it list their buckets from the most expensive to the cheapest, the remaining epochs in
+reverse, so that these two parts have similar costs, too.
+
+First steps: a run that needs too much memory should end in its first minute. So the first epoch begins with a step of
+the most expensive bucket of each class of similar costs, from the most expensive class to the cheapest; its remaining
+steps are in a random order. The order depends on pixels, not on predicted memory, because memory also depends on
+options that may change when a run resumes, and for given options it grows with the pixels.
 
 This is `WholeOrder`. With `train.shuffle_shards`, `cache.order.section_order` needs few shards at a time.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -114,13 +120,26 @@ class EpochDraws:
         return np.array([-(-table.draws // self.batch_size) for table in self.tables], np.int64)
 
     @cached_property
+    def _costs(self) -> Ints:
+        """(buckets,)"""
+        return np.array([Bucket.parse(table.bucket).pixels for table in self.tables], np.int64)
+
+    @cached_property
     def _classes(self) -> Ints:
-        return _cost_classes([Bucket.parse(table.bucket) for table in self.tables])
+        return _cost_classes(self._costs)
+
+    @cached_property
+    def leading_buckets(self) -> list[int]:
+        """The number of the most expensive bucket of each cost class, from the most expensive class to the
+        cheapest."""
+        descending = np.argsort(-self._costs, kind="stable")
+        _, first = np.unique(self._classes[descending], return_index=True)
+        return descending[first[::-1]].tolist()
 
     def list_epoch(self, epoch: int) -> "EpochList":
         key = derive_seed(f"{self.seed}/{epoch}", "buckets")
         order = np.lexsort((permute(np.arange(len(self.tables)), len(self.tables), key), self._classes))
-        order, total = order[::-1] if epoch % 2 else order, int(self.counts.sum())
+        order, total = order if epoch % 2 else order[::-1], int(self.counts.sum())
         first = min(-epoch * total % self.size, total)
         return EpochList(order, np.cumsum(self.counts[order]), self.counts, first, (total - first) // self.size)
 
@@ -143,6 +162,33 @@ class EpochList:
         index = np.searchsorted(self.ends, places, side="right")
         buckets = self.order[index]
         return buckets, places - (self.ends[index] - self.counts[buckets])
+
+
+@dataclass(frozen=True)
+class Replacements:
+    """Changes of a permutation: numbers, ascending, and the number in place of each."""
+
+    numbers: Ints
+    places: Ints
+
+    @classmethod
+    def lead(cls, leading: Iterable[int], permuted: Ints) -> "Replacements":
+        """Return the changes with which a permutation begins with `leading`. permuted: the permutation's first numbers,
+        at least as many as `leading` has."""
+        replaced, inverse = dict[int, int](), dict[int, int]()
+        for number, lead in zip(permuted.tolist(), leading, strict=False):
+            # The number exchanges its place with the number that now has the place of `lead`.
+            place, holder = replaced.get(number, number), inverse.get(lead, lead)
+            replaced[holder], inverse[place] = place, holder
+            replaced[number], inverse[lead] = lead, number
+        numbers = np.array(sorted(replaced), np.int64)
+        return cls(numbers, np.array([replaced[number] for number in numbers.tolist()], np.int64))
+
+    def apply(self, permuted: Ints) -> Ints:
+        if not len(self.numbers):
+            return permuted
+        index = np.minimum(np.searchsorted(self.numbers, permuted), len(self.numbers) - 1)
+        return np.where(self.numbers[index] == permuted, self.places[index], permuted)
 
 
 class Order(Protocol):
@@ -290,11 +336,26 @@ class WholeOrder:
         epoch_list, size = self._draws.list_epoch(epoch), self._draws.size
         within = (numbers >= epoch_list.first) & (numbers < epoch_list.first + epoch_list.steps * size)
         step, offset = np.divmod(numbers[within] - epoch_list.first, size)
-        key = derive_seed(f"{self._draws.seed}/{epoch}", "batches")
         places = numbers.copy()
         if len(step):
-            places[within] = epoch_list.first + permute(step, epoch_list.steps, key) * size + offset
+            step = permute(step, epoch_list.steps, self._key(epoch))
+            step = self._first_steps.apply(step) if epoch == 0 else step
+            places[within] = epoch_list.first + step * size + offset
         return epoch_list.find(places)
+
+    def _key(self, epoch: int) -> int:
+        return derive_seed(f"{self._draws.seed}/{epoch}", "batches")
+
+    @cached_property
+    def _first_steps(self) -> Replacements:
+        """Changes of the steps of the first epoch, so that they begin with the leading buckets."""
+        epoch_list, size = self._draws.list_epoch(0), self._draws.size
+        starts = np.empty_like(epoch_list.counts)
+        starts[epoch_list.order] = epoch_list.ends - epoch_list.counts[epoch_list.order]
+        steps = dict.fromkeys((starts[self._draws.leading_buckets] // size).tolist())
+        leading = [step for step in steps if step < epoch_list.steps]
+        first = np.arange(len(leading))
+        return Replacements.lead(leading, permute(first, epoch_list.steps, self._key(0)) if leading else first)
 
     def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
         size, table = self._draws.batch_size, self._draws.tables[bucket]
@@ -307,10 +368,9 @@ class WholeOrder:
         return rows.reshape(-1, size), passes.reshape(-1, size)
 
 
-def _cost_classes(buckets: Sequence[Bucket]) -> Ints:
+def _cost_classes(costs: Ints) -> Ints:
     """Return (buckets,) the cost class of each bucket. A class consists of buckets that cost at most MAX_COST_RATIO
     times its cheapest bucket."""
-    costs = np.array([bucket.width * bucket.height * bucket.frames for bucket in buckets], np.int64)
     classes, number, cheapest = np.zeros(len(costs), np.int64), -1, 0.0
     for index in np.argsort(costs, kind="stable"):
         if number < 0 or costs[index] > MAX_COST_RATIO * cheapest:

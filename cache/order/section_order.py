@@ -11,6 +11,9 @@ an epoch consists of sections:
 3. Draws of a bucket's last shard in a section that do not fill a micro-batch belong to the bucket's next section. A
    step that a section shares with the next section has draws of the section's last shards.
 
+4. The first epoch begins with shards of the leading buckets of `EpochDraws`, and its first section with steps of the
+   leading buckets that the section has, as far as they are completely within the section.
+
 So the steps of a section need its n shards, one more shard of each bucket, and a few shards of a step. The plan of an
 epoch consists of arrays with an entry for each shard. If rows of a shard are mixed with rows of other shards, as in a
 set of several plans, they are looked up in the index when they are needed.
@@ -23,7 +26,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from cache.order.schedule import EpochDraws, Ints, MakeOrder
+from cache.order.schedule import EpochDraws, Ints, MakeOrder, Replacements
 from cache.order.set_columns import IntColumn
 from schemas.identity import derive_seed, mix_bits, permute_groups
 
@@ -108,10 +111,10 @@ class EpochPlan:
 
     blocks: block numbers in the order of draws, bucket after bucket. block_ends: end of each block's draws. taken:
     number of draws of each block in earlier epochs. draws: the shuffle of draws. first: number of micro-batches that
-    complete a step of the previous epoch. steps: the shuffle of the steps after these. cell_ends, cell_buckets,
-    cell_firsts: for each cell, in the order of the epoch's list, the end of its micro-batches, its bucket, and the
-    number of its first micro-batch within the bucket. section_ends: number of micro-batches up to the end of each
-    section."""
+    complete a step of the previous epoch. steps: the shuffle of the steps after these. first_steps: changes of this
+    shuffle, with which the first epoch begins with the leading buckets. cell_ends, cell_buckets, cell_firsts: for each
+    cell, in the order of the epoch's list, the end of its micro-batches, its bucket, and the number of its first
+    micro-batch within the bucket. section_ends: number of micro-batches up to the end of each section."""
 
     blocks: Ints
     block_ends: Ints
@@ -119,6 +122,7 @@ class EpochPlan:
     draws: Shuffle
     first: int
     steps: Shuffle
+    first_steps: Replacements
     cell_ends: Ints
     cell_buckets: Ints
     cell_firsts: Ints
@@ -150,7 +154,8 @@ class SectionOrder:
         plan, size = self._plan(epoch), self._draws.size
         step, offset = np.divmod(numbers - plan.first, size)
         places, is_permuted = numbers.copy(), (step >= 0) & (step < plan.steps.sizes.sum())
-        places[is_permuted] = plan.first + plan.steps.move(step[is_permuted]) * size + offset[is_permuted]
+        step = plan.first_steps.apply(plan.steps.move(step[is_permuted]))
+        places[is_permuted] = plan.first + step * size + offset[is_permuted]
         cell = np.searchsorted(plan.cell_ends, places, side="right")
         starts = np.append(0, plan.cell_ends[:-1])
         return plan.cell_buckets[cell], plan.cell_firsts[cell] + places - starts[cell]
@@ -207,6 +212,8 @@ class SectionOrder:
         cell_ends = np.cumsum(counts)
         section_ends = cell_ends[np.append(np.diff(section) != 0, True)]
         first, steps = self._divide_steps(epoch, section_ends)
+        is_first = (section == 0) & (counts > 0) & (epoch == 0)
+        first_steps = self._lead(steps, bucket[is_first], (cell_ends - counts)[is_first])
         # The draws of a step that a section shares with the next section are from the section's last shards, and have
         # a separate permutation.
         cuts = first + np.append(steps.starts, steps.sizes.sum()) * self._draws.size
@@ -216,7 +223,17 @@ class SectionOrder:
         buckets, numbers = np.append(bucket, cut_buckets), np.append(firsts, cut_numbers)
         starts = np.unique(np.append(self._bucket_starts, self._bucket_starts[buckets] + numbers * size))
         draws = Shuffle(starts, np.diff(np.append(starts, ends[-1])), self._keys(epoch, "samples", starts))
-        return EpochPlan(order, ends, draws_before[order], draws, first, steps, cell_ends, bucket, firsts, section_ends)
+        cells = cell_ends, bucket, firsts, section_ends
+        return EpochPlan(order, ends, draws_before[order], draws, first, steps, first_steps, *cells)
+
+    def _lead(self, steps: Shuffle, buckets: Ints, starts: Ints) -> Replacements:
+        """Return the changes of the first range of `steps` with which it begins with the leading buckets. buckets,
+        starts: (cells,) bucket number and place of the first micro-batch of each cell of the epoch's first section that
+        has micro-batches."""
+        begins = dict(zip(buckets.tolist(), (starts // self._draws.size).tolist(), strict=True))
+        found = dict.fromkeys(begins[bucket] for bucket in self._draws.leading_buckets if bucket in begins)
+        leading = [step for step in found if len(steps.sizes) and step < steps.sizes[0]]
+        return Replacements.lead(leading, steps.move(np.arange(len(leading))))
 
     def _divide_shards(self, epoch: int, epoch_draws: Ints) -> tuple[Ints, Ints]:
         """Return (blocks,) the place of each block's shard in the epoch's order of shards, and (blocks,) its
@@ -229,7 +246,13 @@ class SectionOrder:
         shift = derive_seed(f"{self._draws.seed}/{epoch}", "neighbors by shards") % count
         group = (number - np.searchsorted(bucket, bucket) + shift) // count
         group = np.cumsum(np.append(True, (np.diff(bucket) != 0) | (np.diff(group) != 0)))
-        keys = self._keys(epoch, "shards", number), self._keys(epoch, "groups of shards", group)
+        priority = np.full(len(number), len(self._draws.leading_buckets))
+        if epoch == 0:
+            shard_draws = np.bincount(shard, epoch_draws)
+            for place, leading_bucket in enumerate(self._draws.leading_buckets):
+                largest = np.argmax(np.where(bucket == leading_bucket, shard_draws, -1))
+                priority[group == group[largest]] = place
+        keys = self._keys(epoch, "shards", number), self._keys(epoch, "groups of shards", group), priority
         rank = np.empty_like(number)
         rank[np.lexsort(keys)] = number
         is_drawn = np.zeros(len(number), bool)

@@ -73,7 +73,7 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     shapes, assumed = read_shapes(config.model)
     plan = find_plan(config)
     buckets, source = list_buckets(config.model, config.datasets, plan)
-    largest = max(buckets, key=_numbers)
+    largest = max(buckets, key=lambda bucket: Bucket.parse(bucket).pixels)
     settings = config.train.changed(device="cuda")  # as if the card were available
     config = config.changed(train=settings)
     length = longest_text(config, plan)
@@ -113,11 +113,6 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     report.details |= {"experts": "one at a time"} if config.experts else {}
     report.details |= {"assumed": assumed} if assumed else {}
     return report
-
-
-def _numbers(bucket: str) -> int:
-    size = Bucket.parse(bucket)
-    return size.width * size.height * size.frames + sum(width * height for width, height in size.references)
 
 
 def read_shapes(model: Model) -> tuple[Shapes, list[str]]:
@@ -186,12 +181,8 @@ def explain(
     fits = judge_fit(need + RESERVED, size)
     enough = size if fits == "no" else COMFORTABLE * size
     for label, sections in changes:
-        try:
-            values = {section: _change_settings(getattr(config, section), keys) for section, keys in sections.items()}
-            changed = config.changed(**values)
-        except ValidationError:  # such as block offload of full rank
-            continue
-        if changed == config or (smaller := predict(changed).device) > least * (1 - MIN_SAVED):
+        changed = change_config(config, sections)
+        if changed is None or (smaller := predict(changed).device) > least * (1 - MIN_SAVED):
             continue
         least, config = smaller, changed
         shown.append(f"{label} ({gib(least + RESERVED)})")
@@ -202,6 +193,17 @@ def explain(
     message += f" {BARELY}" if fits == "barely" else ""
     message += f" It would need less with {', and with '.join(shown)}." if shown else ""
     return message + (f" {otherwise}" if least + RESERVED > enough else "")
+
+
+def change_config(config: Config, sections: Mapping[str, Any]) -> Config | None:
+    """Returns the configuration with changed settings (section -> keys -> values); None if it has them already or if
+    they are not valid, such as block offload of full rank."""
+    try:
+        values = {section: _change_settings(getattr(config, section), keys) for section, keys in sections.items()}
+        changed = config.changed(**values)
+    except ValidationError:
+        return None
+    return None if changed == config else changed
 
 
 def _change_settings(settings: Section, values: Mapping[str, Any]) -> Section:

@@ -35,7 +35,6 @@ from schemas.config.loading import dump_yaml
 from schemas.config.methods import Method
 from schemas.config.pipeline import Config
 from schemas.config.training import FILE_NAMES, Train
-from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from trainer.adapters.header import find_adapter
 from trainer.run.resume import (
@@ -225,15 +224,10 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
         yield
 
 
-class DeviceOutOfMemory(LatentpressError):
-    """Raised if the device has too little memory for the configuration."""
-
-
 @contextmanager
 def explain_failures(folder: Path) -> Iterator[None]:
-    """Context that turns a full disk, missing permissions or too little memory during training into errors for the
-    user. Before its body, check that `folder` and the folders in it can be created."""
-    import torch
+    """Context that turns a full disk or missing permissions during training into errors for the user. Before its body,
+    check that `folder` and the folders in it can be created."""
     from safetensors import SafetensorError
 
     steps = [path for path in folder.glob(f"{CHECKPOINTS}/*") if step_of(path) is not None]
@@ -247,10 +241,3 @@ def explain_failures(folder: Path) -> Iterator[None]:
             if number is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-        except torch.OutOfMemoryError as error:
-            raise DeviceOutOfMemory(
-                f"the device ran out of memory: {str(error).partition('. ')[0]}",
-                "Lower train.batch_size and raise train.accumulate by as much, keep train.gradient_checkpointing and "
-                "train.precision bfloat16, choose train.adapter.type=lora, or plan smaller buckets and fewer frames. "
-                "Training resumes from the last checkpoint.",
-            ) from error

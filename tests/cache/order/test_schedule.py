@@ -168,13 +168,63 @@ def test_a_step_is_of_one_bucket_or_of_neighbours_in_cost(plan_spans, seed, batc
     mixed = 0
     for step in range(-(-first // count), last // count):  # whole steps of this epoch
         found = [costs[each.bucket] for each in plan.step(step)]
-        assert found == sorted(found, reverse=bool(epoch % 2))
+        assert found == sorted(found, reverse=epoch % 2 == 0)
         mixed += len({each.bucket for each in plan.step(step)}) > 1
     assert mixed <= len(plan.buckets) - 1
     ends = plan.step(last // count)  # perhaps of two epochs, whose neighbors are alike
     order = [costs[each.bucket] for each in ends if each.epoch in (epoch, epoch + 1)]
     changes = sum(x != y for x, y in pairwise(order))
     assert changes <= 2
+
+
+#: Cost classes by pixels: 1024x1024 and 832x1216 are of one class, as are 512x512 and 512x512 with a small reference.
+LEADING = ("512x512@9", "1024x1024@1", "512x768@1", "512x512@1+64x64", "256x256@1")
+MANY_BUCKETS = (*LEADING, "832x1216@1", "512x512@1", "256x240@1")
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(
+    st.permutations(MANY_BUCKETS),
+    st.lists(st.integers(1, 90), min_size=8, max_size=8),
+    st.integers(0, 2**40),
+    sizes,
+    st.integers(0, 7),
+)
+def test_a_run_begins_with_the_largest_bucket_of_each_class(names, counts, seed, size, begun) -> None:
+    """From the most expensive class to the cheapest. Steps of the first epoch only: a bucket may be only in the step
+    that ends the epoch and begins the second."""
+    (batch_size, count), starts = size, np.cumsum([0, *counts])[:-1].tolist()
+    members = [Span(name, start, number) for name, start, number in zip(names, starts, counts, strict=True)]
+    plan = BatchSchedule(members, seed, batch_size, batch_size * count)
+    plan.first_step = begun  # a run on new data
+    steps = [plan.step_buckets(begun + step) for step in range(plan.micro_batches_per_epoch // count)]
+    if count == 1:
+        assert [*map(set, steps[: len(LEADING)])] == [{bucket} for bucket in LEADING]
+    for number, bucket in enumerate(LEADING):
+        found = [step for step, buckets in enumerate(steps) if bucket in buckets]
+        assert not found or found[0] <= number
+
+
+def test_the_steps_after_the_first_ones_are_mixed() -> None:
+    members = [Span("512x512@1", 0, 500), Span("256x256@1", 500, 500)]
+    orders = [BatchSchedule(members, seed, 1, 1).plan(0, 1000)[1] for seed in range(9)]
+    assert {tuple(order[:2].tolist()) for order in orders} == {(0, 1)}
+    assert len({tuple(order[2:10].tolist()) for order in orders}) == 9
+    assert all(200 < order[:500].sum() < 300 and order.sum() == 500 for order in orders)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_begins_with_the_largest_bucket(world) -> None:
+    members = [Span("256x256@1", 0, 400), Span("1024x1024@1", 400, 9), Span("512x512@1", 409, 40)]
+    for seed in range(20):
+        plan = BatchSchedule(members, seed, 1, 4)
+        for step, bucket in enumerate(["1024x1024@1", "512x512@1", "256x256@1"]):
+            parts = [plan.step(step, rank, world) for rank in range(world)]
+            assert [len(part) for part in parts] == [4 // world] * world
+            assert bucket in {each.bucket for part in parts for each in part}
+            if step == 0:
+                assert {each.bucket for part in parts for each in part} == {bucket}
 
 
 def test_small_collections_repeat_nothing() -> None:
@@ -253,14 +303,14 @@ def test_a_billion_samples_cost_nothing() -> None:
 @pytest.mark.parametrize(
     ("members", "seed", "batch_size", "global_batch", "expected"),
     [
-        ([Span(A, 0, 10), Span(B, 10, 3, 1)], 0, 8, 16, "31f56f5b0c527c19"),
+        ([Span(A, 0, 10), Span(B, 10, 3, 1)], 0, 8, 16, "206c7b155c91f462"),
         (
             [Span(C, 0, 1000, 2, 0.3), Span(A, 1000, 37), Span(A, 1037, 5, 0, 1.5), Span(B, 2000, 64)],
-            *(7, 4, 64, "d1db1c186dc1c080"),
+            *(7, 4, 64, "a68b782dddf9a27b"),
         ),
         (
             [Span(A, 0, 10**9, 1000), Span(A, 10**9, 10**9, 0, 0.3), Span(B, 2 * 10**9, 10**6)],
-            *(3, 16, 64, "dccd3024c1155580"),
+            *(3, 16, 64, "e98be755f3ebfb22"),
         ),
         ([Span(A, 0, 3)], 0, 1, 8, "561579fbe18afb78"),
     ],

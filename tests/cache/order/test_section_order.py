@@ -134,6 +134,20 @@ def test_steps_need_few_shards(counts, rows, generations, batch, shuffle) -> Non
         assert len(set.union(*whole_shards[bounds[1] : bounds[2]])) > 2 * len(sections[1])
 
 
+@pytest.mark.parametrize("shuffle", [4, 24, 1000])
+def test_a_run_begins_with_the_largest_bucket_of_each_class(shuffle) -> None:
+    """Also if a section has few shards: they are not the same in another run."""
+    members, shards = large_set([300, 200, 900, 150, 120, 310], 25)
+    first_sections = set()
+    for seed in range(5):
+        plan = by_shards(members, shards, seed, 4, 8, shuffle)
+        steps = [plan.step_buckets(step) for step in range(next(plan.section_ends(0)))]
+        for number, bucket in enumerate(["144x64@1", "112x64@1", "80x64@1"]):
+            assert any(bucket in step for step in steps[: number + 1])
+        first_sections.add(frozenset(shards[plan.plan(0, len(steps))[3]].ravel().tolist()))
+    assert len(first_sections) > 2 or shuffle == 1000
+
+
 def test_samples_of_a_section_are_mixed() -> None:
     """Micro-batches have samples of most shards of their section; other epochs, seeds and places have other ones."""
     members, shards = large_set([4000], 25)

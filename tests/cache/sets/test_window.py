@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_fetched(tmp_path: Path,
     check(2 * total / 1e9, shuffle_shards=2)
     with pytest.raises(SupplyError, match=r"max_gb is .* \(train.shuffle_shards: 4\)") as caught:
         check(0.7 * total / 1e9, shuffle_shards=4)
-    assert "or train.shuffle_shards to 2 or less" in caught.value.next_step
+    assert "or train.shuffle_shards to 3 or less" in caught.value.next_step
     with pytest.raises(Exception, match=r"train\.shuffle_shards is not set"):
         check(2 * total / 1e9)
     assert not list((cache_home / "latentpress").rglob("*"))

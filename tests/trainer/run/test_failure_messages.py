@@ -12,12 +12,13 @@ import torch
 from cache.runs.training_run import ResultNote
 from cache.store.files import StoreError
 from schemas.cli.console import INCOMPLETE, OK, USAGE
+from schemas.geometry import Bucket
 from tests.forms import long
 from tests.processes import in_child
-from tests.trainer.runs import moved, train
+from tests.trainer.runs import moved, opened, plan_batches, train
 from trainer import train as loop
+from trainer.memory.out_of_memory import DeviceOutOfMemory
 from trainer.run import checkpoint
-from trainer.run.run_state import DeviceOutOfMemory
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -92,14 +93,27 @@ def test_killed_while_the_result_is_saved(ready, program, monkeypatch, kind, ada
 
 
 def test_no_memory_is_said_with_what_to_lower(ready, monkeypatch) -> None:
-    config = ready("t2i")
+    """The largest bucket is the first one; options in use are not named."""
+    config = ready("t2i", batch_size=2, accumulate=2, gradient_checkpointing=True, offload={"activations": True})
+    largest = max(
+        plan_batches(config, opened(config)).buckets, key=lambda bucket: Bucket.parse(bucket.name).pixels
+    ).name
 
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
-    monkeypatch.setattr(loop, "train_step", exhausted)
-    with pytest.raises(DeviceOutOfMemory, match=r"CUDA out of memory\nLower train\.batch_size"):
+    monkeypatch.setattr(loop, "backward", exhausted)
+    with pytest.raises(DeviceOutOfMemory) as caught:
         train(config)
+    expected = f"the device ran out of memory in step 1, with 2 samples of {largest}: CUDA out of memory"
+    assert caught.value.message == expected
+    step = caught.value.next_step
+    assert "Set train.offload.blocks true; the run then continues" in step and "activations" not in step
+    assert "train.batch_size 1 and train.accumulate 4, train.base_precision int8-torchao" in step
+    full = ready("t2i", name="full", adapter={"type": "full"})
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        train(full)
+    assert "train.adapter.type lora" in caught.value.next_step and "batch_size" not in caught.value.next_step
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
