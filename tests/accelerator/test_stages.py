@@ -105,6 +105,7 @@ def encode_on_both(home: Project, program: Any, kind: str, *overrides: str) -> N
         long("qwen-image"),
         long("qwen-image-edit-plus"),
         long("flux2-klein"),
+        long("krea2"),
     ],
 )
 def test_texts(planned, kind) -> None:

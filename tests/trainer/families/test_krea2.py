@@ -10,12 +10,16 @@ from diffusers import AutoencoderKLQwenImage
 from diffusers.models.transformers.transformer_krea2 import Krea2AttnProcessor, Krea2TextFusion
 from diffusers.pipelines.krea2 import pipeline_krea2
 from diffusers.pipelines.krea2.pipeline_krea2 import calculate_shift
+from safetensors.torch import save_file
 
+from cache.models.compatibility import CheckpointMismatch, check_distilled
 from schemas.catalog import FAMILIES
 from stages.encoding.text.base import TextRequest
 from stages.encoding.text.qwen3_vl import Encoder
 from tests.trainer.pipelines import make_batch, pipeline, random
-from trainer.families.base import KeptTokens, change_arguments
+from tests.trainer.runs import prepared
+from trainer.adapters.header import rename
+from trainer.families.base import KeptTokens, assistant_off, change_arguments
 from trainer.families.krea2 import FAMILY, Krea2
 from trainer.families.qwen_image import pack
 from trainer.methods.tread import begin, end
@@ -64,6 +68,36 @@ def test_turbos_samples_are_the_pipelines(tiny, monkeypatch, record_property):
     difference = (pack(denoising.finish()) - wanted).abs().max().item()
     record_property("largest difference", difference)
     assert wanted.std() > 0.1 and difference <= 2e-5
+
+
+@pytest.mark.slow
+def test_turbo_is_trained_with_an_assistant_alone(ready, tiny, tmp_path):
+    """The error names both choices. The published assistant has the modules' original names."""
+    config = ready(KIND, adapter={"rank": 2})
+    model = config.model.model_copy(update={"flavour": "krea-2-turbo"})
+    with pytest.raises(CheckpointMismatch, match="krea-2-turbo is distilled to few steps") as caught:
+        check_distilled(model, print)
+    assert "train krea-2-raw" in caught.value.next_step and "set model.assistant" in caught.value.next_step
+    tensors = {}
+    for name, module in Krea2().load(str(tiny(KIND))).named_modules():
+        if isinstance(module, torch.nn.Linear):
+            start = f"diffusion_model.{rename(name, FAMILY.original_names.paths)}"
+            tensors[f"{start}.lora_A.weight"] = random(4, module.in_features) * 0.1
+            tensors[f"{start}.lora_B.weight"] = random(module.out_features, 4) * 0.1
+    assert {"diffusion_model.blocks.0.attn.wq.lora_A.weight", "diffusion_model.first.lora_A.weight"} <= tensors.keys()
+    save_file(tensors, tmp_path / "assistant.safetensors")
+    pipe = pipeline(KIND, tiny(KIND))
+    pipe.load_lora_weights(tmp_path / "assistant.safetensors")  # by the converter of diffusers
+    model = model.model_copy(update={"assistant": str(tmp_path / "assistant.safetensors")})
+    check_distilled(model, print)
+    run = prepared(config.model_copy(update={"model": model}))
+    batch, sigma = make_batch(KIND, run.model, [6]), torch.tensor([0.3])
+    with torch.no_grad():
+        shown = run.denoiser(batch.latents_BCTHW, sigma, batch)
+        with assistant_off(run.model):
+            base = run.denoiser(batch.latents_BCTHW, sigma, batch)
+        wanted = pipe.transformer(**Krea2().model_inputs(run.model, batch.latents_BCTHW, sigma, batch, "t2i")).sample
+    assert (shown - base).abs().max() > 1e-2 and (pack(shown) - wanted).abs().max() <= 1e-5
 
 
 def test_an_over_long_caption_loses_its_end_and_not_the_templates(tiny):
