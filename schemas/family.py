@@ -386,6 +386,19 @@ class ModularPipeline:
 
 
 @dataclass(frozen=True)
+class PublishedAdapter:
+    """A published LoRA file. repo: its repository. file: path in the repository. revision: commit of the repository;
+    None: the newest commit, because no commit was confirmed."""
+
+    repo: str
+    file: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.repo}/{self.file}"
+
+
+@dataclass(frozen=True)
 class Flavour:
     """One published checkpoint.
 
@@ -393,8 +406,10 @@ class Flavour:
     training, in pixels. sparse: whether it uses the family's sparse attention. in_window: whether it was trained inside
     the family's scale window. shape, encoder_shape: keys of the transformer's and the text encoder's config that differ
     from the family. distilled_from: for a checkpoint distilled to few steps, the flavour to train instead, since
-    training would undo the distillation. experts: "high" and "low", in the order of denoising, if the checkpoint has
-    several transformers. steps, guidance: defaults of validation that differ from the family, as for a distilled
+    training would undo the distillation. has_guidance: whether guidance was distilled into the checkpoint, which plain
+    training would undo, although its number of steps was not reduced. assistant: published adapter that reverses the
+    distillation, `model.assistant: default`. experts: "high" and "low", in the order of denoising, if the checkpoint
+    has several transformers. steps, guidance: defaults of validation that differ from the family, as for a distilled
     checkpoint. scheduler: keys of the scheduler's config that the pipeline replaces for this checkpoint.
     """
 
@@ -408,6 +423,8 @@ class Flavour:
     shape: Mapping[str, Any] = field(default_factory=dict)
     encoder_shape: Mapping[str, Any] = field(default_factory=dict)
     distilled_from: str | None = None
+    has_guidance: bool = False
+    assistant: PublishedAdapter | None = None
     experts: Mapping[str, Expert] = field(default_factory=dict)
     steps: int | None = None
     guidance: float | None = None

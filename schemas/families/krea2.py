@@ -13,6 +13,7 @@ from schemas.family import (
     Flavour,
     Normalization,
     OriginalNames,
+    PublishedAdapter,
     ShiftByTokens,
     Template,
 )
@@ -73,6 +74,9 @@ FAMILIES = {
                 "t2i",
                 2.5,
                 distilled_from="krea-2-raw",
+                assistant=PublishedAdapter(
+                    "ostris/krea2_turbo_training_adapter", "krea2_turbo_training_adapter_v1.safetensors"
+                ),
                 steps=8,
                 guidance=0.0,
                 scheduler={"base_shift": 1.15, "max_shift": 1.15},  # the same mu for any number of tokens

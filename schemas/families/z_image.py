@@ -6,7 +6,16 @@ it. The shift of training is musubi-tuner's default.
 """
 
 from schemas.families.kandinsky5 import FLUX_VAE
-from schemas.family import VERBATIM, Family, Flavour, Normalization, OriginalNames, ShiftByTokens, Template
+from schemas.family import (
+    VERBATIM,
+    Family,
+    Flavour,
+    Normalization,
+    OriginalNames,
+    PublishedAdapter,
+    ShiftByTokens,
+    Template,
+)
 
 _TEMPLATE = Template(
     name="z-image",
@@ -33,6 +42,9 @@ FAMILIES = {
                 "t2i",
                 2.0,
                 distilled_from="z-image",
+                assistant=PublishedAdapter(
+                    "ostris/zimage_turbo_training_adapter", "zimage_turbo_training_adapter_v2.safetensors"
+                ),
                 steps=8,
                 guidance=0.0,
             ),
