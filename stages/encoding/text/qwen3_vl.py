@@ -1,5 +1,5 @@
 """Qwen3-VL as a text encoder: the hidden states of `Template.layers` of a prompt without images, without the tokens of
-the template's prefix. Its vision model is not loaded.
+the template's prefix. Its vision model is removed.
 
 Krea 2: equal to the real tokens of the pipeline's `encode_prompt`, which pads between the caption and the template's
 end, and gives padding no position.
