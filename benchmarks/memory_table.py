@@ -97,6 +97,8 @@ CASES = {
     "FLUX.2 klein 9B i2i, 1024x1024, one reference": published(
         "flux2-klein", "klein-base-9b-i2i", "1024x1024+1024x1024"
     ),
+    "FLUX.3 Image, 1024x1024": published("flux3", "klein-base", "1024x1024"),
+    "FLUX.3 Image i2i, 1024x1024, one reference": published("flux3", "klein-base-i2i", "1024x1024+1024x1024"),
     "Wan 2.1 1.3B, 832x480, 33 frames": published("wan2.1", "t2v-1.3b", "832x480@33"),
     "Wan 2.1 1.3B, 832x480, 81 frames": published("wan2.1", "t2v-1.3b", "832x480@81"),
     "Wan 2.1 14B, 832x480, 33 frames": published("wan2.1", "t2v-14b", "832x480@33"),

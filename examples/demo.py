@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cache.models.weights import find_index
 from examples import demo_data
 from examples.demo_check import measure_likeness
 from examples.demo_media import IMAGES, PAIRS, VIDEOS, write_media
@@ -63,6 +64,7 @@ FLAVOURS = {
     "z-image": DemoRun("z-image", "z-image", "z-image", *_IMAGE, steps=800),
     "qwen-image": DemoRun("qwen-image", "qwen-image", "qwen-image", "qwen_image_vae", *_IMAGE[1:], steps=480),
     "klein": DemoRun("flux2-klein", "flux2-klein", "klein-base-4b", "flux2_vae", *_IMAGE[1:], steps=320, tokens=64),
+    "flux3": DemoRun("flux3", "flux3", "klein-base", "flux2_vae", *_IMAGE[1:], steps=320),
     "krea2": DemoRun("krea2", "krea2", "krea-2-raw", "qwen_image_vae", *_IMAGE[1:], steps=480),
     "sana": DemoRun("sana", "sana", "sana-1.6b-1024px", "dc_ae", "images", (128, 128), "webdataset", steps=120),
 }
@@ -188,7 +190,7 @@ def build_models(out: Path, names: list[str]) -> None:
     if not is_trained:
         log(f"training the tiny autoencoder {part} on these media, once")
     kinds = [FLAVOURS[name].kind for name in names]
-    kinds = [kind for kind in kinds if not is_trained or not (models / kind / "model_index.json").exists()]
+    kinds = [kind for kind in kinds if not is_trained or find_index(models / kind) is None]
     if kinds:
         command = [sys.executable, "-m", "examples.demo_models", "--autoencoder", part, "--media", str(out / "media")]
         command += ["--out", str(models), *kinds]

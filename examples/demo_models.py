@@ -277,6 +277,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "z_image": {"dim": 128, "axes_dims": (16, 24, 24)},
     "qwen_image": {"num_attention_heads": 4},
     "flux2": {"num_attention_heads": 4},
+    "flux3": {"num_attention_heads": 4, "num_single_layers": 4},
     "krea2": {"intermediate_size": 384},
     "wan": {"num_attention_heads": 4, "ffn_dim": 384},
 }
@@ -305,6 +306,9 @@ def make_transformer(part: str, **overrides: Any) -> Any:
             return model
         if part == "flux2":
             _carry_through(model.x_embedder.weight, model.proj_out.weight, range(128))
+            return model
+        if part == "flux3":
+            _carry_through(model.x_embedders["image"].weight, model.proj_out.weight, range(128))
             return model
         if part == "krea2":
             _carry_through(model.img_in.weight, model.final_layer.linear.weight, range(64))
@@ -360,7 +364,7 @@ def _carry_through(into: torch.Tensor, out: torch.Tensor, columns: Sequence[int]
 
 
 def build_checkpoint(kind: str, autoencoder: Path, out: Path) -> Path:
-    """Build a complete checkpoint in diffusers layout. model_index.json is written last."""
+    """Build a complete checkpoint in diffusers layout. The index of the pipeline is written last."""
     spec = KINDS[kind]
     texts = [name for name in spec.components if name.startswith("text_encoder")]
     make_transformer(spec.components["transformer"], **spec.transformer).save_pretrained(out / "transformer")

@@ -125,9 +125,11 @@ def base_pipeline(config: Config, **components: Any) -> Any:
 def load_trained(pipeline: Any, config: Config) -> None:
     """Load the trained weights into the pipeline."""
     result, base = config.result_folder, getattr(pipeline, config.part)
+    modular = config.model.family_spec.modular
     if config.train.adapter.type == "full":
         trained = type(base).from_pretrained(result, use_safetensors=True, dtype=base.dtype)
-        pipeline.register_modules(**{config.part: trained})
+        replace_parts = pipeline.update_components if modular else pipeline.register_modules
+        replace_parts(**{config.part: trained})
     elif config.train.adapter.type == "lokr":  # load_lora_weights supports only LoRA
         base.load_lora_adapter(result, prefix="transformer", weight_name="pytorch_lora_weights.safetensors")
     else:

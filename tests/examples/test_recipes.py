@@ -72,6 +72,10 @@ RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "krea-2-lora-12gb": (12, published("krea2", "krea-2-raw"), "krea2"),
     "krea-2-lora-16gb": (16, published("krea2", "krea-2-raw"), "krea2"),
     "krea-2-lora-24gb": (24, published("krea2", "krea-2-raw"), "krea2"),
+    "flux-3-lora-12gb": (12, published("flux3", "klein-base"), "flux3"),
+    "flux-3-lora-16gb": (16, published("flux3", "klein-base"), "flux3"),
+    "flux-3-edit-lora-16gb": (16, published("flux3", "klein-base-i2i"), "flux3"),
+    "flux-3-edit-lora-24gb": (24, published("flux3", "klein-base-i2i"), "flux3"),
     "klein-9b-lora-16gb": (16, published("flux2-klein", "klein-base-9b"), "flux2-klein"),
 }
 LAYERS = {

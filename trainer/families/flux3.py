@@ -22,6 +22,7 @@ from diffusers.models.transformers.transformer_flux3 import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from schemas.devices import to_device
 from schemas.families.flux3 import FAMILIES, LONGEST, WINDOW
 from schemas.family import Task
 from trainer.batch import Batch
@@ -192,13 +193,13 @@ class Flux3(ModelFamily):
         dtype, device = self.compute_dtype(model), noisy_BCTHW.device
         windows = [window_length(length) for length in batch.lengths]
         places_W = torch.arange(max(windows), device=device)
-        lengths_B1 = batch.text_mask_BL.sum(1, keepdim=True)
+        lengths_B1 = to_device(torch.tensor(batch.lengths), device)[:, None]
         stored_BW = torch.minimum(places_W, lengths_B1 - 1)  # beyond its end, a text's last state is repeated
         text_BWD = batch.text_BLD.to(dtype).take_along_dim(stored_BW[..., None], 1)
         ids = [image_positions(latents, number) for number, latents in enumerate((noisy_BCTHW, *references))]
         text_ids = F.pad(places_W[:, None].float(), (3, 0))
         if min(windows) < max(windows):
-            windows_B = ((lengths_B1[:, 0] + WINDOW - 1) // WINDOW * WINDOW).clamp(max=LONGEST)
+            windows_B = to_device(torch.tensor(windows), device)
             text_ids = torch.cat([text_ids, (places_W[:, None] < windows_B).float()], 1)
             ids = [F.pad(part, (0, len(windows)), value=1.0) for part in ids]
         arguments: dict[str, Any] = {
