@@ -21,7 +21,12 @@ from tests.forms import long
 from tests.project import SETTINGS
 from trainer.families.base import module_of
 
-KINDS = ["kandinsky5-video-i2v", "z-image", "wan2.1-t2v", *map(long, ("sana", "qwen-image", "flux2-klein", "krea2"))]
+KINDS = [
+    "kandinsky5-video-i2v",
+    "z-image",
+    "wan2.1-t2v",
+    *map(long, ("sana", "qwen-image", "flux2-klein", "krea2", "flux3")),
+]
 
 
 def load(folder: Path, kind: str, part: str) -> None:

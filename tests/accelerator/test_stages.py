@@ -106,6 +106,7 @@ def encode_on_both(home: Project, program: Any, kind: str, *overrides: str) -> N
         long("qwen-image-edit-plus"),
         long("flux2-klein"),
         long("krea2"),
+        long("flux3"),
     ],
 )
 def test_texts(planned, kind) -> None:

@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 KINDS = ("t2i", "sana", "wan-i2v", "z-image", "i2i", "t2v", "i2v", "qwen-image", "wan")
 LATER = (
     "flux2-klein",
+    "flux3",
+    "flux3-i2i",
     "krea2",
     "klein-i2i",
     "edit-i2i",

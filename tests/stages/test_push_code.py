@@ -38,6 +38,8 @@ CASES = [
         for adapter in (LORA, LOKR, FULL)
     ),
     *(long(EXPERTS, adapter) for adapter in (LORA, LOKR, FULL)),
+    ("flux3", LORA),  # of a modular pipeline
+    *(long(kind, adapter) for kind in ("flux3", "flux3-i2i") for adapter in (LOKR, FULL)),
 ]
 
 
@@ -47,8 +49,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "to", lambda pipe, device: pipe)
-    Image.linear_gradient("L").convert("RGB").resize((64, 64)).save("source.png")
+    for kind in (diffusers.DiffusionPipeline, diffusers.ModularPipeline):
+        monkeypatch.setattr(kind, "to", lambda pipe, device: pipe)
+    for name in ("source.png", "reference.png"):
+        Image.linear_gradient("L").convert("RGB").resize((64, 64)).save(name)
     return folder
 
 
@@ -101,11 +105,17 @@ def test_the_code_of_the_card_runs(
         assert options["dtype"] == torch.float32
         return load(cls, *args, **options, **without)
 
+    def load_parts_here(pipe: Any, dtype: torch.dtype, load: Any = diffusers.ModularPipeline.load_components) -> None:
+        assert dtype == torch.float32
+        pipe.update_components(**without)
+        load(pipe, dtype=dtype)
+
     def keep_frames(result: Any, path: str, fps: int) -> None:
         assert (path, fps) == ("out.mp4", 10)
         frames.extend(result)
 
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(load_here))
+    monkeypatch.setattr(diffusers.ModularPipeline, "load_components", load_parts_here)
     monkeypatch.setattr(diffusers.utils, "export_to_video", keep_frames)  # needs imageio-ffmpeg, which it asks for
     names: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), names)

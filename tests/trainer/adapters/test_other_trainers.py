@@ -44,7 +44,8 @@ def layers(kind: str, model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]
         if not isinstance(module, torch.nn.Linear):
             continue
         block = re.match(
-            r"(?:single_)?(?:transformer_blocks|blocks|layers|visual_transformer_blocks)\.(\d+)\.(.+)", path
+            r"(?:single_|mode_blocks\.|txt_)?(?:transformer_blocks|image|image_cond|mode_blocks|blocks|layers|visual_transformer_blocks)\.(\d+)\.(.+)",
+            path,
         )
         if block is None or "modulation" in path or "norm" in path or "_mod." in path:
             continue
@@ -71,6 +72,12 @@ def layers(kind: str, model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]
             elif tail in ("attn.to_q", "attn.add_q_proj"):
                 joint = "img_attn" if tail == "attn.to_q" else "txt_attn"
                 yield f"double_blocks.{number}.{joint}.qkv", [start + tail.replace("q", side) for side in "qkv"]
+        elif kind == "flux3":
+            names = {"attn.to_out.0": "attn_out", "ff.linear_": "mlp_", "attn.to_q": "q_proj", "attn.to_k": "k_proj"}
+            start = path.removesuffix(tail).replace("single_transformer_blocks", "single_blocks")
+            for ours, theirs in (names | {"attn.to_v": "v_proj"}).items():
+                tail = tail.replace(ours, theirs)
+            yield re.sub("^mode_blocks", "content_mode_blocks", start) + tail, [path]
         elif kind == "krea2":
             names = {"to_q": "wq", "to_k": "wk", "to_v": "wv", "to_out.0": "wo", "to_gate": "gate", "ff.": "mlp."}
             for ours, theirs in names.items():
@@ -107,6 +114,8 @@ def write(
         ("wan2.1-t2v", flat, True, True),  # musubi-tuner
         ("flux2-klein", dotted, False, True),  # ai-toolkit, diffusion-pipe
         ("flux2-klein", flat, True, True),
+        ("flux3", dotted, False, True),
+        long("flux3", flat, True, False),
         ("krea2", flat, True, False),  # musubi-tuner
         long("krea2", dotted, False, True),
         ("z-image fused", dotted, False, False),  # diffusion-pipe

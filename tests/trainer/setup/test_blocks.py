@@ -46,7 +46,8 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "krea2", "edit-plus-i2i"))]
+    "kind",
+    ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "krea2", "flux3", "edit-plus-i2i"))],
 )
 def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -> None:
     # The steps of AdamW with its usual eps depend on the sign of gradients that are only rounding.
@@ -102,7 +103,7 @@ def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_c
     [
         ("t2i", 3),
         *(long(kind, 2) for kind in ("sana", "qwen-image", "edit-plus-i2i", "wan")),
-        *(long(kind, 3) for kind in ("z-image", "flux2-klein", "krea2")),
+        *(long(kind, 3) for kind in ("z-image", "flux2-klein", "krea2", "flux3")),
     ],
 )
 def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, kind, expected, capsys) -> None:

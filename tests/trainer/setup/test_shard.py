@@ -38,6 +38,7 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
     cases += [Case("z-image", wide("z-image"), full, half=True), Case("z-image", wide("z-image"), {}, "nf4-bnb")]
     cases += [Case("qwen-image", wide("qwen-image"), full), Case("qwen-image", wide("qwen-image"), {}, "int8-torchao")]
     cases += [Case("krea2", wide("krea2"), full, half=True), Case("krea2", wide("krea2"), {}, "int8-quanto")]
+    cases += [Case("flux3", wide("flux3"), full, half=True), Case("flux3", wide("flux3"), {}, "nf4-bnb")]
     plus = "qwen-image-edit-plus"
     cases += [Case(plus, wide(plus), full, half=True), Case(plus, wide(plus), {}, "nf4-bnb")]
     expected = [case.step(case.make()) for case in cases]
