@@ -47,6 +47,7 @@ from stages.media.files import MediaError
 from stages.pages.pictures import Picture, shrink_file
 
 MAX_FILES = 200  # files that are read, spread evenly over the folder
+MAX_DECODED = 40  # pictures that are decoded to the end, which takes time; of more pictures only the headers are read
 READ_TIMEOUT_S, READ_MEMORY_MIB = 20.0, 4096
 MAX_PROMPT_LENGTH = 300  # characters of a caption that becomes a validation prompt
 PROMPTS = 2
@@ -122,6 +123,8 @@ def run(
     new_text = _propose(answers, contents, file, old_text or "", options, console)
     report = ProposalReport("new", dry_run=options.dry_run)
     report.details = _describe(answers, interview.card, contents, file, old_text or "", new_text, options, console)
+    if options.json:
+        report.details["left_out"] += _describe_other_kind(answers, listing)
     if pictures is not None:
         write_pictures([listing.folder / crop["path"] for crop in report.details.get("crops", ())], pictures)
     report.next_steps = _commands(answers, file)
@@ -196,8 +199,9 @@ def _describe(
     }
     details |= _describe_crops(config, media, options, console)
     if options.json:  # for the page
-        details["sentence"] = _describe_in_words(answers, card, config, media)
-        details["left_out"] = list(media.problems)
+        small = _list_small(config, media)
+        details["sentence"] = _describe_in_words(answers, card, config, media, len(small))
+        details["left_out"] = [*media.problems, *small]
     libraries = [
         {"missing": library.distribution, "for": key, "install": library.command}
         for library, key in missing_libraries(config).items()
@@ -205,14 +209,47 @@ def _describe(
     return details | ({"missing": libraries} if libraries else {})
 
 
-def _describe_in_words(answers: Answers, card: str, config: Config, media: Media) -> str:
+def _describe_other_kind(answers: Answers, listing: Listing) -> list[str]:
+    """A text about the items of the kind that is not trained, if there are any."""
+    other, one, trained = (
+        (listing.images, "picture", "clips") if answers.kind == "video" else (listing.videos, "clip", "pictures")
+    )
+    return [f"{len(other)} {one}{'s' * (len(other) != 1)}: only {trained} are trained on"] if other else []
+
+
+def _training_sizes(config: Config) -> list[tuple[int, int]]:
+    family, dataset = config.model.family_spec, config.datasets[-1]
+    sizes = list(config.model.flavour_spec.sizes)
+    if dataset.buckets == "computed" or not sizes:
+        sizes = bucket_sizes(dataset.resolutions(family.resolution)[0], family)
+    return sizes
+
+
+def _list_small(config: Config, media: Media) -> list[str]:
+    """Texts about the items that are excluded because they are smaller than their training size."""
+    sizes = _training_sizes(config)
+    buckets = np.array(sizes)[choose_buckets(media.width, media.height, sizes)]
+    if config.datasets[-1].allow_upscale:
+        return []
+    return [
+        f"{name}: {width:g}x{height:g} is smaller than its training size {bucket[0]}x{bucket[1]}; set allow_upscale"
+        for name, width, height, bucket in zip(media.names, media.width, media.height, buckets, strict=True)
+        if width < bucket[0] or height < bucket[1]
+    ]
+
+
+def _describe_in_words(answers: Answers, card: str, config: Config, media: Media, small: int) -> str:
     """Like "13 of 16 pictures, NAME, 1,500 steps, 20 to 60 minutes on such a card (4080; from step times that others
-    published), 11.3 of 16 GB". card: words about the card."""
+    published), 11.3 of 16 GB". card: words about the card. small: number of items that are too small."""
     candidate = choose_candidate(answers)
     names = {card.recipe: card.model for card in describe_recipes()}
     name = names.get(candidate.recipe, config.model.flavour_spec.name)
     read = len(media.width)
-    count = f"{read} of {read + len(media.problems)}" if read + len(media.problems) == media.count else f"{media.count}"
+    count = (
+        f"{read - small} of {read + len(media.problems)}"
+        if read + len(media.problems) == media.count
+        else f"{media.count}"
+    )
     time = describe_briefly(config, card, answers.card_gib)
     return (
         f"{count} {'clips' if answers.kind == 'video' else 'pictures'}, {name}, {config.train.steps:,} steps, "
@@ -223,15 +260,12 @@ def _describe_in_words(answers: Answers, card: str, config: Config, media: Media
 
 def _describe_crops(config: Config, media: Media, options: Options, console: Console) -> dict[str, Any]:
     """Details of the crops for the page. Warns of items that lose more than MAX_CROP of their area."""
-    family, dataset = config.model.family_spec, config.datasets[-1]
-    sizes = list(config.model.flavour_spec.sizes)
-    if dataset.buckets == "computed" or not sizes:
-        sizes = bucket_sizes(dataset.resolutions(family.resolution)[0], family)
+    sizes = _training_sizes(config)
     shares = cropped_shares(sizes, media)
     if count := int((shares > MAX_CROP).sum()):
         console.warn(
-            f"{count} of {len(shares)} items lose more than {MAX_CROP:.0%} of their area, because no training size has "
-            "their aspect: crop them yourself, or raise max_aspect"
+            f"{count} of {len(shares)} {'clips' if media.duration.any() else 'pictures'} lose more than {MAX_CROP:.0%} "
+            "of their area, because no training size has their aspect: crop them yourself, or raise max_aspect"
         )
     if not options.json:
         return {}
@@ -257,19 +291,20 @@ def _commands(answers: Answers, file: Path) -> list[str]:
 
 
 def read_media(listing: Listing, kind: str, sources: Path | None) -> Media:
-    """Read the headers of at most MAX_FILES files, in a sandbox, and some captions. sources: folder of the pictures
-    before the edit."""
+    """Read the headers of at most MAX_FILES files, or few pictures whole, in a sandbox, and some captions. sources:
+    folder of the pictures before the edit."""
     items = sorted(listing.items[kind].items())
     sample = [items[number * len(items) // MAX_FILES] for number in range(MAX_FILES)]
     paths = [os.fspath(listing.folder / path) for _, path in (sample if len(items) > MAX_FILES else items)]
     sizes, problems, names = list[Size](), list[str](), list[str]()
-    pool: SandboxPool[tuple[str, str], Size] = SandboxPool(
+    pool: SandboxPool[tuple[str, str, bool], Size] = SandboxPool(
         _make_reader, workers=2, timeout_s=READ_TIMEOUT_S, memory_mib=READ_MEMORY_MIB
     )
     with pool:
-        for (path, _), result in pool.map((path, kind) for path in paths):
+        for (path, *_), result in pool.map((path, kind, len(paths) <= MAX_DECODED) for path in paths):
             if isinstance(result, MediaError | WorkerFailure):
-                problems.append(f"{Path(path).name}: {result.reason}")
+                problem = result.problem if isinstance(result, MediaError) else result.reason
+                problems.append(f"{Path(path).name}: {problem}")
             else:
                 sizes.append(result)
                 names.append(os.path.relpath(path, listing.folder))
@@ -298,17 +333,18 @@ def _make_shrinker() -> Callable[[str], Picture | None]:
     return partial(shrink_file, box=(256, 256), max_bytes=16_000)
 
 
-def _make_reader() -> Callable[[tuple[str, str]], Size]:
+def _make_reader() -> Callable[[tuple[str, str, bool]], Size]:
     return _read_size
 
 
-def _read_size(file: tuple[str, str]) -> Size:
-    from stages.media.image import probe_image
+def _read_size(file: tuple[str, str, bool]) -> Size:
+    """file: path, kind, whether a picture is decoded to the end."""
+    from stages.media.image import load_image, probe_image
     from stages.media.video import probe_video
 
-    path, kind = file
+    path, kind, is_whole = file
     if kind == "image":
-        image = probe_image(path)
+        image = load_image(path) if is_whole else probe_image(path)
         return image.width, image.height, 0.0
     clip = probe_video(path)
     return clip.width, clip.height, clip.duration

@@ -86,6 +86,10 @@ class WeightsError(LatentpressError, ValueError):
     """A checkpoint, or a component of it, that is missing or can't be reached."""
 
 
+class UnknownCommit(WeightsError):
+    """A repository whose commit is unknown, because no encoding stage has run for this root."""
+
+
 class UnsafeWeights(WeightsError):
     """Weights that are not safetensors, or missing."""
 
@@ -399,7 +403,7 @@ def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
         if isinstance(cached := try_to_load_from_cache(repo, index, revision=revision), str):
             return Path(cached).parent.name
     at = f" at revision {revision}" if revision else ""
-    raise WeightsError(
+    raise UnknownCommit(
         f"the commit of {repo}{at} is unknown: no encoding stage has run for this root, and the repository has not "
         "been downloaded on this machine",
         "run `latentpress encode-text` or `latentpress encode-latents`, which request it from the hub; or set "

@@ -61,7 +61,7 @@ QUESTIONS = {
     for question in (
         Question("media", "Folder of media", "FOLDER", "Pictures or clips, with their captions.",
                  "a folder named media, photos, clips or similar, else the only folder with media", is_folder=True),
-        Question("task", "What to train", "TASK", f"One of {', '.join(choice.TASKS)}.", "by the media in the folder",
+        Question("task", "What to train", "TASK", f"One of {', '.join(choice.TASKS)}.", "by what is in the folder",
                  choice.TASKS),
         Question("sources", "For editing: folder of the pictures before the edit", "FOLDER",
                  "Pictures with the same names.", "a folder named before or source, if it exists", is_folder=True),

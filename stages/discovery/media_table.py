@@ -127,6 +127,10 @@ class KnownRows(RandomAccessTable):
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
+class NotDiscovered(LatentpressError):
+    """Raised if a dataset does not have a media table yet."""
+
+
 def media_table_path(dataset: str) -> str:
     return f"media/{dataset}/media.arrow"
 
@@ -137,7 +141,7 @@ def read_media_table(store: Store, dataset: str) -> pa.Table:
     try:
         table = store.read_table(media_table_path(dataset), check_media_table)
     except FileNotFoundError as error:
-        raise LatentpressError(f"dataset {dataset} is not discovered yet", step) from error
+        raise NotDiscovered(f"dataset {dataset} is not discovered yet", step) from error
     if not _is_current_version(table):
         raise LatentpressError(f"{store.path(media_table_path(dataset))} was written by another version", step)
     return table

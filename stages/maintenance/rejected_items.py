@@ -4,10 +4,12 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
+from cache.models.weights import UnknownCommit
 from cache.sets import rejects
 from cache.sets.plans import Plan
 from cache.sets.set_lookup import current_plan
@@ -44,7 +46,7 @@ class RejectedItem:
 
 def list_rejected_items(store: Store, config: Config, plan: Plan | None = None) -> list[RejectedItem]:
     """List the rejected items in the order of the stages. plan: default: the current plan. Raises DamageError if a
-    list is damaged, WeightsError if a checkpoint of the encoding stages is not on this machine."""
+    list is damaged, WeightsError if a local checkpoint of the encoding stages is missing or damaged."""
     pairs: list[tuple[str, dict[str, Any]]] = []
     for dataset in config.datasets:
         if not dataset.disabled:
@@ -56,10 +58,11 @@ def list_rejected_items(store: Store, config: Config, plan: Plan | None = None) 
     except LatentpressError:  # without a plan, no encoding stage has run
         pass
     else:
-        for _, state in stage_registry.all_states(store, config, plan):
-            for row in state.rejected_members:
-                active = state.plan.active_rows.get(row["item"])
-                pairs.append((active["dataset"] if active else "", row))
+        with suppress(UnknownCommit):  # no encoding stage has run
+            for _, state in stage_registry.all_states(store, config, plan):
+                for row in state.rejected_members:
+                    active = state.plan.active_rows.get(row["item"])
+                    pairs.append((active["dataset"] if active else "", row))
     return [_parse(dataset, row) for dataset, row in pairs]
 
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from schemas.config.loading import load_config
 from stages import new
@@ -63,6 +65,21 @@ def test_a_file_is_written_and_changed(photos: Path, call: Call) -> None:
     assert "found cuda:0: a card, 40.0 GiB" in said and "bfloat16" in said
     assert code == 0 and "+  seed: 3" in report["details"]["file"]["changes"]
     assert file.read_text().startswith("# mine\n") and "--max-time 1h" in report["next_steps"][-1]
+
+
+def test_a_sentence_says_what_is_left_out_and_how_long_it_takes(photos: Path, call: Call) -> None:
+    picture = photos / "media/noise.png"
+    Image.effect_noise((400, 300), 90).save(picture)
+    picture.write_bytes(picture.read_bytes()[:-2000])
+    (photos / "media/clip.mp4").write_bytes(b"not read, because pictures are trained")
+    details = call(photos, "media", *YES, "--card", "RTX 4080", "--dry-run")[1]["details"]
+    assert details["left_out"][0].startswith("noise.png: can't be decoded (image file is truncated")
+    assert details["left_out"][1:] == ["1 clip: only pictures are trained on"]
+    assert re.fullmatch(
+        r"4 of 5 pictures, Z-Image, 500 steps, \d+ (minutes )?to \d+ (minutes|hours) on such a card \(4080; from step "
+        r"times that others published\), 11\.3 of 16 GB",
+        details["sentence"],
+    )
 
 
 def test_a_recipe_is_taken_as_it_is(photos: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,11 @@ def home(project: Callable[..., Project]) -> Project:
 
 
 def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
-    assert "is not discovered yet" in server.get("/captions").text
+    for path in ("/captions", "/plan"):
+        text = server.get(path).text
+        assert 'action="/jobs/discover/start"' in text and ">Read the pictures</button>" in text, path
     home.run(discover.run)
+    until_so(lambda: ">Plan the crops</button>" in server.get("/plan").text, "the next stage")
     text = server.get("/captions").text
     assert "2 of 2 items, 0 edited, 0 without" in text and "a &lt;b&gt;bold" in text and "<b>bold" not in text
     assert "1 of 2 items" in server.get("/captions?words=ANOTHER+second").text

@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from cache.store.store import Store
 from stages import bucket, discover
+from stages.maintenance.rejected_items import list_rejected_items
 from stages.pages import thumbnails
 from stages.pages.thumbnails import can_have_thumbnail
 from stages.pages.ui.child_programs import ChildPrograms
@@ -47,6 +49,18 @@ def test_reasons_remedies_and_the_search(home: Project, server: UiServer) -> Non
     for odd in ("?first=-1", "?first=99999999", "?first=x", "?stage=<b>", "?words=%00"):
         answer = server.get(f"/rejected{odd}")
         assert answer.status == 200 and "<b><" not in answer.text, odd
+
+
+def test_before_a_download_the_rejects_of_discovery_are_listed(project: Callable[..., Project]) -> None:
+    """The repository's commit, to which the encoding stages' lists belong, is unknown."""
+    home = project(stages={"max_reject_fraction": 1.0})
+    home.settings["model"].pop("path")
+    home.image("good.png", (64, 48), "a caption")
+    (home.media / "broken.png").write_bytes(b"no picture")
+    home.run(discover.run)
+    home.run(bucket.run)
+    config = home.config()
+    assert [item.path for item in list_rejected_items(Store(config.root), config)] == ["broken.png"]
 
 
 def test_many_items_have_pages(home: Project, server: UiServer) -> None:

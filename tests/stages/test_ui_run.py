@@ -27,7 +27,7 @@ def home(project: Callable[..., Project]) -> Project:
 
 def test_before_training(server: UiServer) -> None:
     text = server.get("/").text
-    assert "Training is <b>not started</b>" in text and "free for output" in text and "<svg" not in text
+    assert "Training is <b>not started</b>" in text and "free for results" in text and "<svg" not in text
     assert "after the first validation" in text
 
 
@@ -81,7 +81,7 @@ def test_a_curve_of_a_run_that_grows(home: Project) -> None:
 
 
 def test_pictures_large_and_two_steps_next_to_each_other(home: Project, server: UiServer) -> None:
-    assert "No validation was made yet" in server.get("/pictures").text
+    assert "No pictures yet" in server.get("/pictures").text
     run = trained(home)
     run.latent(20, "clip", prompt="waves", negative_prompt="<i>blur</i>", seed=11, guidance=3.5, bucket="64x48@12")
     run.clip(20, "clip")

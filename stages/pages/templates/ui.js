@@ -77,7 +77,8 @@ if (live) {
 }
 
 // Shows a new version of a document. For the first version, the whole page is loaded again.
-function reloadDocument({ src, dataset: { version } }) {
+function reloadDocument({ src, dataset: { version, job } }) {
+  if (job !== documentFrame.dataset.job) { location.reload(); return; } // another job makes what is missing
   if (!version || version === documentFrame.dataset.version) return;
   if (!documentFrame.dataset.version) { location.reload(); return; }
   const [address] = documentFrame.src.split("?");

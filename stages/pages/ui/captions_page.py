@@ -22,7 +22,7 @@ from schemas.errors import LatentpressError
 from schemas.json_records import parse_json
 from schemas.tables import MEDIA_SCHEMA
 from schemas.text_format import split_lines
-from stages.discovery.media_table import read_media_table
+from stages.discovery.media_table import NotDiscovered, read_media_table
 from stages.pages.captioned_items import (
     Item,
     add_model_captions,
@@ -115,7 +115,8 @@ def show(request: Request) -> Response:
     result, thumbnails = _find(site, request.query_params), site.thumbnails.list_known()
     has_new = any(item.media_id not in thumbnails for item in result.items)
     card = build_job_card(JOB, "pictures of these items", site.programs)
-    jobs = [*(["discover"] if result.rejected else []), *(["caption"] if site.config().caption else [])]
+    is_unread = isinstance(result.problem, NotDiscovered)
+    jobs = [*(["discover"] if result.rejected or is_unread else []), *(["caption"] if site.config().caption else [])]
     return render(
         request,
         "captions.html",
@@ -127,6 +128,7 @@ def show(request: Request) -> Response:
         card=card,
         can_start=card.state not in ACTIVE_STATES,
         has_new=has_new,
+        is_unread=is_unread,
         jobs=[build_job_card(job, STAGES[job], site.programs) for job in jobs],
         model="" if site.config().caption else _describe_model(site.config()),
         is_due=has_new and site.programs.may_begin(JOB),

@@ -23,6 +23,7 @@ from cache.runs.training_run import METRICS_FILE
 from cache.runs.validations import hash_results, read_mark
 from schemas.cli.report import Report
 from stages.pages.ui.app import DOCUMENTS, Page, Site, get, read_version, render, site_of
+from stages.pages.ui.child_programs import STAGES
 from stages.pages.ui.job_cards import ACTIVE_STATES, build_cards, build_job_card
 
 MAX_LISTED = 50
@@ -69,11 +70,14 @@ def _show(request: Request, job: str) -> Response:
     requested_name = request.query_params.get("page", "")
     document_name = requested_name if requested_name in documents else next(iter(documents), "")
     path = documents.get(document_name)
+    card = build_job_card(job, description, site.programs)
+    if not documents and job == "preview-plan" and (stage := _find_first_stage(site)):
+        card = build_job_card(stage, STAGES[stage], site.programs)
     return render(
         request,
         "document.html",
         title=title,
-        card=build_job_card(job, description, site.programs),
+        card=card,
         names=list(documents),
         document_name=document_name,
         url=f"{DOCUMENTS}{site.document_key}/{quote(document_name)}",
@@ -82,6 +86,14 @@ def _show(request: Request, job: str) -> Response:
         is_old=job == "report" and path is not None and _is_old(path),
         is_due=not documents and _is_due(site, job),
     )
+
+
+def _find_first_stage(site: Site) -> str:
+    """The first stage without results that the plan needs; "" if it has them, or this is not known."""
+    if not isinstance(status := site.status(), Report):
+        return ""
+    done_counts = {row["stage"]: row["done"] for row in status.details["stages"]}
+    return next((stage for stage in ("discover", "bucket") if not done_counts.get(stage)), "")
 
 
 def _is_old(report: Path) -> bool:

@@ -62,7 +62,7 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
     charts, last, _ = site.metrics.draw(config.run_folder / METRICS_FILE)
     resources = {f"peak {key.removesuffix('_gib').replace('_', ' ')}": f"{last[key]:.1f} GiB"
              for key in MEMORY if isinstance(last.get(key), int | float)}  # fmt: skip
-    free = {name: find_free_space(folder) for name, folder in (("root", config.root), ("output", config.output))}
+    free = {name: find_free_space(folder) for name, folder in (("the cache", config.root), ("results", config.output))}
     resources |= {f"free for {name}": format_bytes(count) for name, count in free.items() if count is not None}
     resources |= read_cards()
     files = list_samples(config, config.run_folder)
@@ -132,7 +132,7 @@ def show(request: Request) -> Response:
         if failure is not None and card.state in ("to do", "failed") and card.name in (failure.program, "run"):
             card.state, card.remark = "failed", failure.message
     before = takewhile(lambda card: card.name != "train", chain.from_iterable(steps))
-    counts = [f"{card.name} {card.count}" for card in before if card.count]
+    counts = [f"{card.name} {card.count}" for card in before if card.count and not card.count.startswith("0 ")]
     content: dict[str, Any] = {"first": find_first_steps(config) if _is_empty(progress, status, run_card) else None}
     content |= {"run_card": run_card, "steps": steps, "problem": problem, "reading": status is None, "cards": cards[1:]}
     content |= {"failure": failure, "result": describe_result(site, config) if progress.state == "finished" else None}
