@@ -134,7 +134,7 @@ def test_a_family_of_its_own_files_and_rows_is_trained(
             "steps": 3,
             "threads": 1,
             "device": "cpu",
-            "gradient_checkpointing": False,
+            "offload": {"blocks": True},
             "optimizer": {"warmup": 0, "lr": 1e-3},
             "methods": {"tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 0}]}},
         },

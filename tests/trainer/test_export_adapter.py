@@ -31,6 +31,7 @@ from trainer.setup import adapters, export
 FLAVOURS = {
     "kandinsky5-video-t2v": ("kandinsky5-video", "t2v-lite-sft-5s"),
     "sana": ("sana", None),
+    "flux3": ("flux3", None),
     "wan2.1-t2v": ("wan2.1", "t2v-1.3b"),
 }
 
@@ -209,6 +210,18 @@ def test_a_dora_is_merged_as_peft_merges_it(exported) -> None:
     assert it(form="diffusers", to=it.folder / "other")[0] == OK
     base.load_lora_weights(it.folder / "other")
     close(exact_output(kind, base.transformer), it.expected)
+
+
+@pytest.mark.slow
+def test_a_whole_checkpoint_of_a_modular_pipeline_loads(exported) -> None:
+    it = exported("flux3")
+    code, _ = it(merge=True, whole=True, to=it.folder / "whole")
+    assert code == OK
+    pipe = diffusers.Flux3AutoBlocks().init_pipeline(it.folder / "whole")
+    pipe.load_components(["transformer", "vae", "text_encoder"])
+    assert pipe.vae is not None and pipe.text_encoder is not None
+    close(exact_output("flux3", pipe.transformer), it.expected)
+    assert it.refused(merge=True, to=it.folder / "whole" / "new").endswith(f"model's folder, {it.folder / 'whole'}")
 
 
 @pytest.mark.slow

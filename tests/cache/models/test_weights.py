@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
+from cache.models import weights
 from cache.models.compatibility import CheckpointMismatch, check_component, check_task
 from cache.models.weights import WeightsError, fetch_components, fingerprint_weights
+from cache.store.store import Store
 from schemas.config.encoding import Model, Resources
 from schemas.config.pipeline import Config
 
@@ -108,6 +110,31 @@ def test_a_repository_is_named_by_its_commit(home):
         assert fetch_components(name, revision, ["vae"]).name == commit
 
 
+def test_a_repository_of_a_modular_pipeline_is_named_by_its_commit(home):
+    """It has another index, which is fetched with each component."""
+    for folder in (home / "hub").rglob("snapshots/*"):
+        (folder / "model_index.json").rename(folder / "modular_model_index.json")
+    name, memo = "someone/something", Store(str(home / "root"))
+    assert fingerprint_weights(name, ["vae"], None)["commit"] == COMMIT
+    assert weights.current_commit(name, None, memo) == weights.current_commit(name, "main", memo) == COMMIT
+    assert weights.find_index(fetch_components(name, None, ["vae"])).name == "modular_model_index.json"
+    with pytest.raises(WeightsError, match="someone/other can't be reached"):
+        weights.current_commit("someone/other", None, memo)
+
+
+def test_an_index_names_the_folders_of_its_components():
+    """Of a modular pipeline, without components of other repositories."""
+    plain = {"_class_name": "A", "vae": ["diffusers", "B"], "image_encoder": [None, None], "boundary_ratio": None}
+    assert weights.list_parts(plain) == ["vae"]
+    places = {"transformer": "transformer", "text_encoder": "text_encoder", "tokenizer": "text_encoder", "vae": None}
+    modular = {
+        name: [None, None, {"pretrained_model_name_or_path": "a/b", "subfolder": folder, "revision": None}]
+        for name, folder in places.items()
+    }
+    modular["upsampler"] = ["transformers", "C", {"pretrained_model_name_or_path": "a/c", "subfolder": ""}]
+    assert weights.list_parts(modular) == ["transformer", "text_encoder", "vae"]
+
+
 def test_a_repository_that_is_not_there_says_what_to_do(home):
     with pytest.raises(WeightsError, match="the commit of someone/other at revision v2") as caught:
         fingerprint_weights("someone/other", ["vae"], "v2")
@@ -118,9 +145,6 @@ def test_a_repository_that_is_not_there_says_what_to_do(home):
 
 
 def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, monkeypatch):
-    from cache.models import weights
-    from cache.store.store import Store
-
     monkeypatch.setattr(weights, "MEMO_MIN_BYTES", 1)
     folder = tmp_path / "model"
     (folder / "vae").mkdir(parents=True)

@@ -16,14 +16,20 @@ from trainer.families.example_transformer import ExampleTransformer
 
 class Example(ModelFamily):
     TRANSFORMER = ExampleTransformer
-    LORA_TARGETS = r"blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out)"
+    LORA_TARGETS = r"(free_)?blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out)"
     QUANTIZED = LORA_TARGETS
 
     def clean_frames(self, task: Task) -> int:
         return FAMILIES["example"].condition_frames(task) or 0
 
+    def blocks(self, model: Any, task: Task) -> list[torch.nn.Module]:
+        return [*(model.free_blocks if task == "t2v" else []), *model.blocks]
+
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
         return [*model.blocks]
+
+    def without_gradient(self, model: Any, task: Task) -> list[torch.nn.Module]:
+        return [] if task == "t2v" else [model.free_blocks]
 
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
         frames, height, width = batch.latents_BCTHW.shape[2:]

@@ -51,9 +51,14 @@ class ExampleTransformer(ModelMixin, ConfigMixin):
         self.proj_in, self.proj_out = nn.Linear(in_channels * 4, width), nn.Linear(width, in_channels * 4)
         self.place, self.time = nn.Linear(3, width), nn.Linear(1, width)
         self.blocks = nn.ModuleList(Block(width, text_layers * text_dim, heads) for _ in range(num_layers))
+        self.free_blocks = nn.ModuleList(
+            [Block(width, text_layers * text_dim, heads)]
+        )  # for clips without given frames
         self.gradient_checkpointing = False
 
-    def forward(self, x_BCTHW: torch.Tensor, time_B: torch.Tensor, text_BLD: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x_BCTHW: torch.Tensor, time_B: torch.Tensor, text_BLD: torch.Tensor, has_given_frames: bool = True
+    ) -> torch.Tensor:
         patches = x_BCTHW.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).permute(0, 2, 3, 5, 1, 4, 6).flatten(4)
         axes = [torch.arange(size, device=x_BCTHW.device) for size in patches.shape[1:4]]
         places = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).to(x_BCTHW.dtype).sin()
@@ -63,7 +68,7 @@ class ExampleTransformer(ModelMixin, ConfigMixin):
             + self.time(time_B[:, None].to(x_BCTHW.dtype))[:, None, None, None]
         )
         tokens: Any = x.flatten(1, 3)
-        for block in self.blocks:
+        for block in self.blocks if has_given_frames else (*self.free_blocks, *self.blocks):
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 tokens = self._gradient_checkpointing_func(block, tokens, text_BLD)
             else:

@@ -81,6 +81,32 @@ def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(make, enc
         assert (result.embeds - exact[: result.kept]).abs().max() <= LIMIT * exact.square().mean().sqrt()
 
 
+@pytest.mark.slow
+def test_a_text_is_stored_with_one_padding_token_unless_its_window_is_full(make, encoded, tiny) -> None:
+    """In a batch of other lengths, at each side of a full window, and with a limit that cuts the text."""
+    pipe, captions = load_pipeline(ROWS["flux3"], tiny("flux3")), {}
+    encoder = make("flux3")
+    for count in range(100):
+        caption = "7" * count  # a token each
+        captions[len(encoder._ids(encoder.template.render(caption)))] = caption
+    lengths = [length for length in captions if length in (78, 79, 80, 81, 82)]
+    assert len(lengths) == 5
+    results = encoded(encoder, [captions[length] for length in lengths])
+    results += encoded(make("flux3", max_length=80), [captions[max(captions)]])
+    lengths.append(80)
+    for length, result in zip(lengths, results, strict=True):
+        assert len(result.embeds) == length + (length != 80)
+        caption = captions[max(captions) if result is results[-1] else length]
+        wanted = pipe.encode_prompt(caption, "", 80 if result is results[-1] else 8192)[0][0]
+        repeated = result.embeds[[min(place, len(result.embeds) - 1) for place in range(len(wanted))]]
+        assert len(wanted) == -(-length // 80) * 80 and (repeated - wanted).abs().max() <= LIMIT
+    with pytest.raises(OptionError, match="100 is not a multiple of 80") as caught:
+        make("flux3", max_length=100)
+    assert "text.max_length to 80" in caught.value.next_step
+    with pytest.raises(OptionError, match="flash_attention_2"):
+        make("flux3", attention="flash_attention_2")
+
+
 @pytest.mark.parametrize("kind", ["z-image", KLEIN])
 def test_a_tokenizer_with_another_chat_template_is_refused(make, edited, kind: str) -> None:
     folder = edited(kind, "tokenizer", "unused", "unused")
