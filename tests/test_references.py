@@ -177,6 +177,29 @@ def test_an_only_reference_has_a_size_rule_of_its_own(referenced, monkeypatch) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 10])
+def test_references_are_encoded_as_by_a_pipeline_with_a_rule_for_the_only_one(project, count, record_property) -> None:
+    """Of sizes that are no multiples: the only one is padded, ten are cropped."""
+    home = project("flux3-i2i", cache={"unit_mib": 1.0}, validation={"prompts": []})
+    folders = [f"references{number}" for number in range(count)]
+    home.settings["datasets"][0] |= {"conditioning_data": folders if count > 1 else folders[0]}
+    home.image("a.png", (64, 64))
+    for number, folder in enumerate(folders):
+        home.image(f"../{folder}/a.png", (70 + number, 101 - number), seed=number)
+    encode(home)
+    [batch] = batches(opened(home)).values()
+    blocks = diffusers.Flux3AutoBlocks().sub_blocks["vae_encoder"]
+    pipe = blocks.init_pipeline(home.settings["model"]["path"])
+    pipe.load_components("vae")
+    images = [Image.open(home.folder / folder / "a.png").convert("RGB") for folder in folders]
+    wanted = pipe(image=images if count > 1 else images[0], output="image_cond_latents")
+    pairs = [*zip(batch.references, wanted, strict=True)]
+    gaps = [((found[:, :, 0] - each).abs().max() / each.abs().max().clamp(min=1)).item() for found, each in pairs]
+    record_property("largest difference", max(gaps))
+    assert len(gaps) == count and max(gaps) <= 1e-5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["arrow", long("webdataset")])
 def test_references_are_encoded_once_and_are_read_in_their_order(referenced, form, tmp_path, record_property) -> None:
     """By batches, by samples, by prompts, and from an export and what was imported of it."""
