@@ -10,11 +10,12 @@ import pytest
 
 from schemas.config.pipeline import Config
 from schemas.config.training import OPTIMIZERS
-from tests.accelerator.runs import DEVICES, check_equal, on_device, train, train_on_both
+from tests.accelerator.runs import DEVICES, check_equal, on_device, prepared, train, train_on_both
 from tests.accelerator.tensors import NAME
 from tests.forms import first, in_turn, long
 from tests.trainer.families.test_kandinsky5_attention import SPARSE
 from tests.trainer.runs import moved
+from trainer import train as loop
 from trainer.setup import blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -87,6 +88,17 @@ def test_a_run_on_the_device_is_that_of_the_cpu(make, kind, adapter, way) -> Non
         pytest.skip("no weight is frozen")
     host, device = train_on_both(lambda where: make(kind, where, adapter=ADAPTERS[adapter], **WAYS[way]))
     check_equal(device, host)
+
+
+@pytest.mark.long
+def test_blocks_of_another_task_stay_on_the_host(make) -> None:
+    """With block offload; what is outside of the blocks is on the device."""
+    run = prepared(make("flux3", NAME, adapter={"rank": 2}, offload={"blocks": True}))
+    loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
+    idle = {id(weight) for block in run.family.idle_blocks(run.model, "t2i") for weight in block.parameters()}
+    places = {id(weight): weight.device.type for weight in run.model.parameters()}
+    assert idle and {places[weight] for weight in idle} == {"cpu"}
+    assert run.model.x_embedders["image"].weight.device.type == NAME
 
 
 @pytest.mark.long
