@@ -265,7 +265,7 @@ ROWS = {
     "wan2.2-a14b-i2v": _wan("wan2.2-a14b", "i2v-a14b", refused=_LOW_EXPERT),
     "flux2-klein": _klein("klein-base-4b", same_in_bfloat16=True, is_long=True),
     "flux2-klein-i2i": _klein("klein-base-4b-i2i"),
-    "flux3": _flux3("klein-base"),
+    "flux3": _flux3("klein-base", is_long=True),
     "flux3-i2i": _flux3("klein-base-i2i"),
     "krea2": Row("krea2", "krea-2-raw", krea2_text, by_channel, tokens_of_squares, roundings=50),
 }

@@ -10,6 +10,7 @@ from diffusers.models.transformers.transformer_flux3 import Flux3AttnProcessor, 
 
 from cache.models.compatibility import CheckpointMismatch, check_distilled, check_transformer
 from schemas.config.encoding import Model
+from schemas.config.training import Adapter
 from tests.conformance import modular
 from tests.conformance.flavours import tokens
 from tests.trainer.families.batches import by_batch_and_alone
@@ -18,7 +19,7 @@ from tests.trainer.pipelines import make_batch, random
 from trainer.families import flux3
 from trainer.families.base import KeptTokens, change_arguments
 from trainer.families.flux3 import Flux3
-from trainer.setup.adapters import choose_targets
+from trainer.setup.adapters import choose_targets, make_trainable
 from trainer.validation import Denoising, load_scheduler
 
 UNEQUAL = [3, 100, 80, 161]  # windows of 80, 160, 80 and 240 tokens
@@ -126,7 +127,7 @@ def test_a_route_computes_the_kept_tokens_alone(tiny, kind, lengths) -> None:
 
 @pytest.mark.slow
 def test_without_references_their_layers_are_idle(tiny) -> None:
-    """They get no adapter; with references all blocks compute."""
+    """They get no adapter and are not trained, while all other weights get a gradient; with references all compute."""
     model = Flux3().load(str(tiny("flux3")))
     idle = Flux3().idle_blocks(model, "t2i")
     assert idle == [*model.mode_blocks["image_cond"]] and Flux3().idle_blocks(model, "i2i") == []
@@ -134,6 +135,12 @@ def test_without_references_their_layers_are_idle(tiny) -> None:
     every = choose_targets(model, [Flux3.LORA_TARGETS], Flux3().without_gradient(model, "i2i"))
     targets = choose_targets(model, [Flux3.LORA_TARGETS], Flux3().without_gradient(model, "t2i"))
     assert {*every} - {*targets} == {name for name in every if ".image_cond." in name} and len(every) == 30
+    make_trainable(model, Flux3(), "t2i", Adapter(type="full"))
+    batch = make_batch("flux3", model)
+    Flux3().predict(model, batch.latents_BCTHW, torch.tensor([0.3, 0.8]), batch, "t2i").square().sum().backward()
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if "image_cond" in name}
+    assert all((weight.grad is None) == (name in frozen) for name, weight in model.named_parameters())
 
 
 def test_the_distilled_flow_map_is_refused_with_the_name_of_the_flavour_to_train(tiny, tmp_path: Path) -> None:
