@@ -22,7 +22,7 @@ from schemas.cli.report import for_each_expert
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.config.section import PATTERNS, REPO
-from schemas.config.training import FILE_NAMES, Adapter, Hub
+from schemas.config.training import FILE_NAMES, Hub
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_bytes
 from schemas.json_records import Record, parse_json
@@ -89,7 +89,7 @@ def run(
     step = _finished_step(folder)
     card_files = write_card(trained, config.hub, repo, step, folder, folder / CARD_FOLDER)
     files: dict[str, Path | bytes] = {str(path.relative_to(folder / CARD_FOLDER)): path for path in card_files}
-    files |= result_files(trained.train.adapter, trained.part, folder, base_model(trained.model))
+    files |= result_files(trained, folder)
     report.details = {"repo": repo, "private": config.hub.private, "card": str(folder / CARD_FOLDER / CARD)}
     report.details["files"] = [{"file": name, "bytes": count_bytes(content)} for name, content in sorted(files.items())]
     digest = digest_files(repo, files, Store(config.root))
@@ -130,14 +130,15 @@ def _finished_step(folder: Path) -> int:
         raise HubError(f"{folder / RESULT_NOTE} cannot be read: {printable(error)}", SAVE_ADVICE) from error
 
 
-def result_files(adapter: Adapter, part: str, folder: Path, base_model: str) -> dict[str, Path | bytes]:
-    """Returns the result's files: path in the repository -> file or content. part: name of the transformer's folder.
-    Raises HubError if a file is missing, or is a link to a place outside the run's folder."""
+def result_files(trained: Config, folder: Path) -> dict[str, Path | bytes]:
+    """Returns the result's files: path in the repository -> file or content. trained: configuration of the run in
+    `folder`. Raises HubError if a file is missing, or is a link to a place outside the run's folder."""
+    adapter, part = trained.train.adapter, trained.part
     if adapter.type != "full":
-        names = [FILE_NAMES[form] for form in adapter.formats]
-        lycoris = FILE_NAMES["lycoris"]  # training may also write this file
-        names += [lycoris] if adapter.type == "lokr" and (folder / "adapter" / lycoris).is_file() else []
+        names = [FILE_NAMES["diffusers"], *([FILE_NAMES["lycoris"]] if adapter.type == "lokr" else [])]
         paths = {name: folder / "adapter" / name for name in names}
+        if trained.comfyui_file is not None:
+            paths[trained.comfyui_file.name] = folder / trained.comfyui_file.name
     else:
         model = folder / "model" / part
         paths = {f"{part}/{path.name}": path for name in MODEL_FILES for path in sorted(model.glob(name))}
@@ -148,7 +149,8 @@ def result_files(adapter: Adapter, part: str, folder: Path, base_model: str) -> 
     for path in paths.values():
         if not path.resolve().is_relative_to(folder.resolve()):
             raise HubError(f"{path} is a link to a place outside {folder}", "Replace the link with the file.")
-    return {name: _without_path(path, base_model) if path.suffix == ".json" else path for name, path in paths.items()}
+    base = base_model(trained.model)
+    return {name: _without_path(path, base) if path.suffix == ".json" else path for name, path in paths.items()}
 
 
 def _without_path(path: Path, base_model: str) -> bytes:

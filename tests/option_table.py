@@ -133,7 +133,6 @@ EXAMPLES = {
     "train.methods.scheduled_sampling.ramp_shape": "train.methods.scheduled_sampling={ramp_shape: cosine, "
     "ramp_steps: 7}",
     "train.adapter.type": "train.adapter.type=full",
-    "train.adapter.formats": "train.adapter.formats=[diffusers, comfyui]",
     "train.adapter.rank_pattern": "train.adapter.rank_pattern={'.*': 2}",
     "train.adapter.alpha_pattern": "train.adapter.alpha_pattern={'.*': 2}",
     "train.adapter.decompose_factor": "train.adapter.type=lokr train.adapter.decompose_factor=4",

@@ -13,7 +13,12 @@ from trainer.setup.adapters import make_trainable
 
 
 def save_changed_weights(
-    checkpoint: Path, family: str, run_folder: Path, part: str = "transformer", **adapter: Any
+    checkpoint: Path,
+    family: str,
+    run_folder: Path,
+    part: str = "transformer",
+    comfyui_file: Path | None = None,
+    **adapter: Any,
 ) -> None:
     """The adapter, or the model in full rank, that a run on this checkpoint has saved; it changes the output. part: the
     transformer's sub-folder. adapter: settings of train.adapter."""
@@ -28,4 +33,4 @@ def save_changed_weights(
     if full:
         export.save_full(model, run_folder / "model" / part)
     else:
-        export.save_lora(model, run_folder / "adapter", family)
+        export.save_lora(model, run_folder / "adapter", family, comfyui_file=comfyui_file)

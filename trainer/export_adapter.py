@@ -196,6 +196,24 @@ def check_outside_models(source: str, path: Path) -> None:
         raise ExportError(f"{path} is in a model's folder, {folders[0]}", "Choose another path: --to PATH")
 
 
+def name_target(config: Config, adapter: AdapterFile, form: FileFormat, to: Path | None) -> Path:
+    """The file to write. to: a file, a folder, or None for the folder of the run, or of an adapter of no run.
+
+    A file for ComfyUI has a name that a person recognizes among others: the name of the run's result, with the name of
+    the checkpoint, or the name of the adapter's own file."""
+    if to is not None and to.suffix == ".safetensors":
+        return to
+    source, run = adapter.path.parent, config.run_folder
+    is_of_run = source.resolve().is_relative_to(run.resolve())
+    folder = to or (run if is_of_run and form == "comfyui" else source)
+    if form != "comfyui":
+        return folder / FILE_NAMES[form]
+    if not is_of_run:
+        return folder / f"{adapter.path.stem}-comfyui.safetensors"
+    step = f"-{source.name}" if source.parent.name == "checkpoints" else ""
+    return folder / f"{config.result_name}{step}.safetensors"
+
+
 def convert_adapter(
     config: Config,
     adapter: AdapterFile,
@@ -223,8 +241,7 @@ def convert_adapter(
         )
     else:
         adapter = replace(adapter, layers={from_comfyui(name, names): layer for name, layer in adapter.layers.items()})
-    path = adapter.path.parent if to is None else to
-    path = path if path.suffix == ".safetensors" else path / FILE_NAMES[form]
+    path = name_target(config, adapter, form, to)
     report.details["to_format"] = form
     contents = adapter_contents(load_layers(adapter, scale), form, adapter.notes, names)
     if path.exists() and path.samefile(adapter.path):

@@ -22,7 +22,6 @@ from cache.sets.trainset import TrainSet
 from schemas.activities import activity
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
-from schemas.config.training import AdapterFormat
 from schemas.devices import HostCopy, to_device
 from schemas.identity import derive_seed
 from schemas.text_format import shown_path
@@ -378,8 +377,7 @@ def save_checkpoint(run: TrainState, step: int, validation_due: bool = False) ->
         held_out_compared=held_out_digest(run.loader.data) if run.data_changes else None,
     )
     averages = run.average.averages if run.average is not None else None
-    formats = tuple(dict.fromkeys(("diffusers", *settings.adapter.formats)))  # every checkpoint can be loaded
-    write = lambda to: export(run, step, to, formats)  # noqa: E731
+    write = lambda to: export(run, step, to)  # noqa: E731
     with activity(f"writing the checkpoint of step {step}"):
         path = checkpoint.save(folder, state, run.trainable, run.optimizer, averages, write, is_main=run.is_main)
     if run.is_main:
@@ -391,7 +389,7 @@ def save_checkpoint(run: TrainState, step: int, validation_due: bool = False) ->
 
 
 def export(
-    run: TrainState, step: int, folder: Path | None, formats: Sequence[AdapterFormat]
+    run: TrainState, step: int, folder: Path | None, comfyui_file: Path | None = None
 ) -> dict[str, dict[str, str]]:
     """Write the adapter or model after `step` steps; see `export_weights`."""
     notes = {
@@ -404,7 +402,7 @@ def export(
         notes["expert"] = run.config.train.experts
     with inference_weights(run.trainable, run.optimizer, run.average) as notes["weights"]:
         adapter, part = run.config.train.adapter, run.config.part
-        return export_weights(run.model, run.family, run.config.model.task, adapter, part, folder, notes, formats)
+        return export_weights(run.model, run.family, run.config.model.task, adapter, part, folder, notes, comfyui_file)
 
 
 def save_result(run: TrainState, step: int) -> Path:
@@ -412,7 +410,7 @@ def save_result(run: TrainState, step: int) -> Path:
     path = run.config.result_folder
     folder = path.parent if run.config.train.adapter.type == "full" else path
     with activity(f"writing {shown_path(path)}"):
-        export(run, step, folder if run.is_main else None, run.config.train.adapter.formats)
+        export(run, step, folder if run.is_main else None, run.config.comfyui_file)
     if run.is_main:
         note = ResultNote(step=step, result=str(path), weights=name_weights(run.optimizer, run.average))
         note.write(run.folder / RESULT_NOTE)

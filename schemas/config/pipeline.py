@@ -156,6 +156,20 @@ class Config(Section):
         return self.run_folder / (f"model/{self.part}" if self.train.adapter.type == "full" else "adapter")
 
     @property
+    def result_name(self) -> str:
+        """The name of the result's files for people: the run's name and the model's family."""
+        family = self.model.family
+        return self.run_name if self.run_name.endswith(family) else f"{self.run_name}-{family}"
+
+    @property
+    def comfyui_file(self) -> Path | None:
+        """The result for ComfyUI, in the run's folder; None for full rank and for a DoRA, whose magnitudes ComfyUI's
+        format can't store."""
+        if self.train.adapter.type == "full" or self.train.adapter.dora:
+            return None
+        return self.run_folder / f"{self.result_name}.safetensors"
+
+    @property
     def eval_sigmas(self) -> tuple[float, ...]:
         """Noise levels of the eval loss, in the noise range of the trained expert: the defaults are shares of the
         range; configured levels outside the range are omitted."""

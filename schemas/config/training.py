@@ -35,18 +35,17 @@ from schemas.config.section import (
     idle_options,
 )
 
-AdapterFormat = Literal["diffusers", "comfyui"]
-FileFormat = Literal["diffusers", "comfyui", "lycoris"]  # lycoris: for LoKr, written in addition
-#: Format -> name of the file. A pipeline that loads a folder prefers the first name.
+FileFormat = Literal["diffusers", "comfyui", "lycoris"]
+#: Format -> name of the file in the adapter's folder. The file for ComfyUI has the name of the run, see
+#: `Config.comfyui_file`; only a LoKr has a file in LyCORIS' format.
 FILE_NAMES: dict[FileFormat, str] = {
     "diffusers": "pytorch_lora_weights.safetensors",
-    "comfyui": "comfyui_lora.safetensors",
     "lycoris": "lycoris_weights.safetensors",
 }
 Alpha = Annotated[float, Field(gt=0, le=1e6)]
 #: Option of an adapter -> the types that use it.
 TYPE_OPTIONS = {
-    **dict.fromkeys(("rank", "alpha", "rank_pattern", "alpha_pattern", "formats"), ("lora", "lokr")),
+    **dict.fromkeys(("rank", "alpha", "rank_pattern", "alpha_pattern"), ("lora", "lokr")),
     **dict.fromkeys(("dropout", "rslora", "dora", "init_weights"), ("lora",)),
     **dict.fromkeys(("decompose_factor", "decompose_both"), ("lokr",)),
 }
@@ -75,9 +74,6 @@ class Adapter(Section, json_schema_extra={"affects": "run"}):
         -1, ge=-1, le=65_536, description="factor of LoKr's decomposition; -1: near the square root of each side"
     )
     decompose_both: bool = Field(False, description="factorize LoKr's left matrix, too")
-    formats: tuple[AdapterFormat, ...] = Field(
-        ("diffusers",), strict=False, min_length=1, description="file formats of the result"
-    )
     init_from: str | None = Field(
         None,
         min_length=1,
@@ -115,8 +111,6 @@ class Adapter(Section, json_schema_extra={"affects": "run"}):
             )
         if self.init_weights == "orthogonal" and any(rank % 2 for rank in (self.rank, *self.rank_pattern.values())):
             yield ("init_weights",), "orthogonal needs even numbers in rank and rank_pattern"
-        if "comfyui" in self.formats and self.dora:
-            yield ("formats",), "comfyui is not supported with dora: true; set it to [diffusers]"
 
 
 BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]

@@ -104,6 +104,7 @@ def make_card(config: Config, hub: Hub, repo: str, step: int, pictures: Sequence
         adapter=adapter,
         arguments=_pipeline_arguments(model, metadata),
         cell=_cell,
+        comfyui_file=config.comfyui_file.name if config.comfyui_file else None,
         counts=_read_counts(config.root, config.train.set),
         expert=config.expert,
         family=model.family_spec,

@@ -171,7 +171,7 @@ ARGUMENTS: Rows = {
     "init_lora": ("train.adapter.init_from", to.file_path),
     "lora_init_type": ("train.adapter.init_weights", to.one_of({
         **{name: name for name in ("gaussian", "pissa", "olora")}, "default": NOTHING}, "default")),
-    "lora_format": ("train.adapter.formats", lambda value, draft: [to.text(value)]),
+    "lora_format": ("train.adapter.type", to.one_of({"diffusers": NOTHING, "comfyui": NOTHING})),
     "train_batch_size": ("train.batch_size", to.integer),
     "gradient_accumulation_steps": ("train.accumulate", to.integer),
     "max_train_steps": ("train.steps", to.positive_integer),

@@ -7,10 +7,9 @@ from schemas.config.training import FILE_NAMES
 
 
 def list_results(config: Config) -> dict[str, Path]:
-    """The files of the run's result: name of the download -> path. The file for ComfyUI, named after run and family, is
-    first."""
-    stem = f"{config.run_name}-{config.model.family}"
-    names = {FILE_NAMES["comfyui"]: stem, FILE_NAMES["lycoris"]: stem, FILE_NAMES["diffusers"]: f"{stem}-diffusers"}
-    paths = [path for path in sorted(config.result_folder.glob("*.safetensors")) if path.is_file()]
+    """The files of the run's result: name of the download -> path. The file for ComfyUI is first."""
+    names = {file: f"{config.result_name}-{form}.safetensors" for form, file in FILE_NAMES.items()}
+    folders = (config.run_folder, config.result_folder)
+    paths = [path for folder in folders for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
     inside = [path for path in paths if path.resolve().is_relative_to(config.run_folder.resolve())]
-    return {f"{names.get(path.name, path.stem)}.safetensors": path for path in inside}
+    return {names.get(path.name, path.name): path for path in inside}

@@ -68,7 +68,7 @@ class Made:
             train={
                 "steps": TRAINED, "batch_size": 2, "device": "cpu", "threads": 1, "checkpoint_every": 1,
                 "optimizer": {"lr": 5e-3, "warmup": 0},
-                "adapter": {"rank": 4, "alpha": 6.0, "dropout": 0.2, "formats": ["diffusers", "comfyui"]},
+                "adapter": {"rank": 4, "alpha": 6.0, "dropout": 0.2},
                 **({"experts": "both"} if len(spec.components) > 1 else {}),
             },
         )  # fmt: skip

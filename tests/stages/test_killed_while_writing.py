@@ -55,10 +55,8 @@ def home(project: Callable[..., Project], tiny: Callable[[str], Path], monkeypat
             if (step, name) != (4, "dog"):
                 run.picture(step, name, (40 * step, 0, 0), (64, 64))
     (run.folder / "adapter").mkdir()
-    save_file(
-        {"transformer.a.lora_A.weight": np.ones((4, 4), np.float32)},
-        run.folder / "adapter/pytorch_lora_weights.safetensors",
-    )
+    for file in ("adapter/pytorch_lora_weights.safetensors", "run-kandinsky5-image.safetensors"):
+        save_file({"transformer.a.lora_A.weight": np.ones((4, 4), np.float32)}, run.folder / file)
     (run.folder / "result.json").write_bytes(
         format_record({"step": 4, "result": str(run.folder / "adapter"), "weights": "trained"})
     )
@@ -130,6 +128,7 @@ def test_what_a_killed_program_leaves_is_not_shown_and_is_removed(home: Project,
         "images/cat.jpg",
         "images/dog.jpg",
         "pytorch_lora_weights.safetensors",
+        "run-kandinsky5-image.safetensors",
     ]
 
     age(names, 60.0)

@@ -39,6 +39,9 @@ def home(project: Callable[..., Project]) -> Project:
     return made
 
 
+COMFYUI_FILE = "run-kandinsky5-image.safetensors"
+
+
 def finished(home: Project, *overrides: str) -> FakeRun:
     """A run with an adapter, a validation at step 40 and the counts of its set."""
     run = FakeRun(home, "run", "train.set=0123456789abcdef", *overrides)
@@ -53,6 +56,7 @@ def finished(home: Project, *overrides: str) -> FakeRun:
     (run.folder / "adapter").mkdir()
     weights = {"transformer.a.lora_A.weight": np.ones((4, 400), np.float32)}
     save_file(weights, run.folder / "adapter/pytorch_lora_weights.safetensors")
+    save_file(weights, run.folder / COMFYUI_FILE)
     (run.folder / "adapter/notes.txt").write_text("not to be uploaded")
     result = {"step": 40, "result": str(run.folder / "adapter"), "weights": "trained"}
     (run.folder / "result.json").write_bytes(format_record(result))
@@ -67,13 +71,13 @@ def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -
     run = finished(home)
     report = home.run(push.run)
     files = uploaded(models)
-    assert set(files) == {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"}
+    assert set(files) == {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors", COMFYUI_FILE}
     assert (
         files["pytorch_lora_weights.safetensors"]
         == (run.folder / "adapter/pytorch_lora_weights.safetensors").read_bytes()
     )
     assert models.log(REPO) == ["private", "Step 40 of run"]
-    assert report.done == 3 and report.details["url"] == f"https://hub.invalid/{REPO}"
+    assert report.done == 4 and report.details["url"] == f"https://hub.invalid/{REPO}"
     assert report.details["commit"] == models.repo_info(REPO).sha
     card = ModelCard(files["README.md"].decode())
     about = card.data.to_dict()
@@ -87,13 +91,13 @@ def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -
     assert "clip score: 0.5 at step 40; best 0.75 at step 20." in card.content
     assert "| train.adapter.rank | 4 |" in card.content
     again = home.run(push.run)
-    assert (again.done, again.skipped) == (0, 3) and len(models.log(REPO)) == 2
+    assert (again.done, again.skipped) == (0, 4) and len(models.log(REPO)) == 2
     assert again.details["commit"] == report.details["commit"]
     weights = run.folder / "adapter/pytorch_lora_weights.safetensors"
     os.utime(weights)  # as in a copy without times
     assert home.run(push.run).done == 0
     weights.write_bytes(weights.read_bytes()[::-1])
-    assert home.run(push.run).done == 3, "trained anew"
+    assert home.run(push.run).done == 4, "trained anew"
 
 
 @pytest.mark.parametrize("linked", ["adapter", "adapter/pytorch_lora_weights.safetensors"])
@@ -112,7 +116,7 @@ def test_a_picture_that_is_elsewhere_is_not_uploaded(home: Project, models: Mode
     picture = finished(home).folder / "samples/step-000040/one.png"
     picture.symlink_to(picture.rename(home.folder / "private.png"))
     home.run(push.run)
-    assert set(uploaded(models)) == {"README.md", "pytorch_lora_weights.safetensors"}
+    assert set(uploaded(models)) == {"README.md", "pytorch_lora_weights.safetensors", COMFYUI_FILE}
 
 
 def test_a_result_that_is_malformed_or_a_pipe_is_named(home: Project, models: ModelHub) -> None:
@@ -150,9 +154,9 @@ def test_the_lowest_eval_loss_is_of_the_samples_of_the_last_one(home: Project) -
 def test_a_dry_run_writes_the_card_and_asks_nobody(home: Project, models: ModelHub) -> None:
     run = finished(home)
     report = home.run(push.run, dry_run=True)
-    assert not models.folder.exists() and (report.done, report.remaining) == (0, 3)
+    assert not models.folder.exists() and (report.done, report.remaining) == (0, 4)
     assert [row["file"] for row in report.details["files"]] == [
-        *("README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"),
+        *("README.md", "images/one.jpg", "pytorch_lora_weights.safetensors", COMFYUI_FILE),
     ]
     card = run.folder / "hub/README.md"
     assert report.details["card"] == str(card) and "a tabby" in card.read_text()
@@ -184,7 +188,7 @@ def test_a_public_repository_is_only_written_to_where_that_is_wanted(
         assert uploaded(models) == {}
     else:
         home.run(push.run, "hub.private=false")
-        assert len(uploaded(models)) == 3 and models.log(REPO)[0] == "public"
+        assert len(uploaded(models)) == 4 and models.log(REPO)[0] == "public"
 
 
 FAULTS = {
@@ -211,7 +215,7 @@ def test_what_fails_is_told_and_the_next_push_does_it(
     assert TOKEN not in error + home.said and caught.value.exit_code == 3 and caught.value.next_step
     models.failures.clear()
     report = home.run(push.run)
-    assert report.done == 3 and len(uploaded(models)) == 3
+    assert report.done == 4 and len(uploaded(models)) == 4
 
 
 def test_another_commit_in_between_is_not_overwritten(

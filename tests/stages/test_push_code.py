@@ -66,7 +66,8 @@ def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub
     run.latent(4, "one", **about)
     run.clip(4, "one", size=(64, 64)) if kind in SIZES else run.picture(4, "one", (200, 0, 0), (64, 64))
     checkpoint = Path(run.config.model.source)
-    save_changed_weights(checkpoint, run.config.model.family, run.folder, run.config.part, **adapter)
+    config = run.config
+    save_changed_weights(checkpoint, config.model.family, run.folder, config.part, config.comfyui_file, **adapter)
     (run.folder / "result.json").write_bytes(format_record({"step": 4, "result": "", "weights": "trained"}))
     home.run(push.run)
     repo = f"{REPO}-low" if kind == EXPERTS else REPO

@@ -79,7 +79,12 @@ def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
     assert "started" in texts[0] and "finished" in texts[-1]
     assert sum(bool(each["attachments"]) for each in live.received) == 3
     assert report["details"]["hub"] == "https://hub.invalid/me/colors" and report["remaining"] == 0
-    assert {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"} == {*models.files("me/colors")}
+    assert {
+        "README.md",
+        "images/one.jpg",
+        "pytorch_lora_weights.safetensors",
+        "first-kandinsky5-image.safetensors",
+    } == {*models.files("me/colors")}
     assert not (home.folder / "output/first/failure.json").exists()
     no_secret(home, log)
 

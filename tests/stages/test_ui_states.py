@@ -86,15 +86,14 @@ def test_a_result_is_downloaded_under_the_name_of_the_run(home: Project, server:
     (run.folder / "adapter/pytorch_lora_weights.safetensors").write_bytes(b"diffusers")
     (run.folder / "adapter/secret.safetensors").symlink_to(home.folder / "pipeline.yaml")
     text = server.get("/").text
-    assert "Your LoRA" in text and "models/loras" in text and "Best step by" in text and "secret" not in text
-    assert find_filled(text) == ["Make the file for ComfyUI"]
-    (run.folder / "adapter/comfyui_lora.safetensors").write_bytes(b"comfyui")
-    text = server.get("/").text
-    assert find_filled(text) == ["Download"]
+    assert "Your LoRA" in text and "Best step by" in text and "secret" not in text
     name = "run-kandinsky5-image.safetensors"
+    (run.folder / name).write_bytes(b"comfyui")
+    text = server.get("/").text
+    assert find_filled(text) == ["Download"] and "models/loras" in text
     answer = server.get(f"/result/{name}")
     assert (answer.status, answer.text) == (200, "comfyui") and name in answer.headers["content-disposition"]
-    for absent in ("secret.safetensors", "..%2Fconfig.yaml", "comfyui_lora.safetensors"):
+    for absent in ("secret.safetensors", "..%2Fconfig.yaml", "pytorch_lora_weights.safetensors"):
         assert server.get(f"/result/{absent}").status == 404
     assert (
         server.post("/queue/add", run="run-2", overrides=f"train.adapter.init_from={run.folder}/adapter").status == 200

@@ -110,16 +110,17 @@ def close(result: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", "wan2.1-t2v"])
 def test_a_run_is_converted_and_merged(exported, kind) -> None:
-    it, target = exported(kind), Path("comfyui_lora.safetensors")
+    it = exported(kind)
+    target = it.folder / f"output/run/run-{it.family}.safetensors"
     code, report = it(dry_run=True)
-    assert code == OK and report["remaining"] > 0 and not (it.adapter.parent / target).exists()
+    assert code == OK and report["remaining"] > 0 and not target.exists()
     code, report = it()
-    helpers, about = it.adapter.parent / target, report["details"]
+    about = report["details"]
     assert code == OK and report["done"] == about["modules"] == len(adapters.list_adapted_modules(it.model))
     assert (about["rank"], about["alpha"], about["format"], about["to_format"]) == ([4], [2.5], "diffusers", "comfyui")
-    assert about["written"] == [str(helpers)] and about["written_bytes"] == helpers.stat().st_size
+    assert about["written"] == [str(target)] and about["written_bytes"] == target.stat().st_size
     plain = pipeline(kind, it.checkpoint).transformer
-    apply_as_comfyui(plain, helpers)
+    apply_as_comfyui(plain, target)
     close(exact_output(kind, plain), it.expected)
     merged = it.folder / "merged"
     assert it(merge=True, to=merged, dry_run=True)[0] == OK and not merged.exists()
@@ -160,16 +161,17 @@ def test_a_lokr_is_converted_and_merged(exported, kind) -> None:
     writes."""
     it = exported(kind, type="lokr", **LOKR[kind])
     folder = it.folder / "both"
-    export.save_lora(it.model, folder, it.family, {"steps": "3"}, ("diffusers", "comfyui"))
+    export.save_lora(it.model, folder, it.family, {"steps": "3"}, folder / "comfyui.safetensors")
     names = {path.name for path in folder.iterdir()}
-    assert names == {"pytorch_lora_weights.safetensors", "comfyui_lora.safetensors", "lycoris_weights.safetensors"}
+    assert names == {"pytorch_lora_weights.safetensors", "comfyui.safetensors", "lycoris_weights.safetensors"}
     assert it.adapter.with_name("lycoris_weights.safetensors").exists()
     for source, form in (("pytorch_lora", "lycoris"), ("lycoris", "comfyui"), ("comfyui", "diffusers")):
         [file] = folder.glob(f"{source}*")
         code, report = it(source=file, form=form, to=it.folder / form)
         [made] = (it.folder / form).iterdir()
         assert code == OK and report["details"]["kind"] == "LoKr" and report["details"]["written"] == [str(made)]
-        theirs, ours = load_file(folder / made.name), load_file(made)
+        [like] = folder.glob(f"{'pytorch_lora' if form == 'diffusers' else form}*")
+        theirs, ours = load_file(like), load_file(made)
         assert theirs.keys() == ours.keys()
         # diffusers' strength is in the header, ComfyUI's for two whole matrices in the first; alpha is not read then.
         whole_keys = {key.removesuffix("lokr_w2") + "alpha" for key in theirs if key.endswith("lokr_w2")}
@@ -229,7 +231,7 @@ def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(expor
     """The transformer has twice the strength, from ComfyUI's file; the other components do not change."""
     it = exported("sana")
     it()
-    comfyui = it.adapter.with_name("comfyui_lora.safetensors")
+    comfyui = it.folder / "output/run/run-sana.safetensors"
     private = it.folder / "private"  # as huggingface_hub and safetensors leave some files
     shutil.copytree(it.checkpoint, private)
     for path in private.rglob("*"):
@@ -352,12 +354,12 @@ def test_each_of_two_experts_has_a_file_of_its_own(foreign, tmp_path) -> None:
     one = {"to": tmp_path / "low.safetensors"}
     for options in (one, {"source": files["low"]}, {"merge": True, **one}):
         assert "train.experts is both" in foreign.refused(**options)
-    assert [*tmp_path.rglob("comfyui*"), *tmp_path.glob("low*")] == []
+    assert [*tmp_path.rglob("run-*.safetensors"), *tmp_path.glob("low*")] == []
     code, report = foreign()
     assert code == OK and report["done"] == 2 and {"high", "low"} <= report["details"].keys()
     assert foreign(overrides=("train.experts=low",), **one)[0] == OK
     for number, expert in enumerate(files):
-        [path] = files[expert].parent.glob("comfyui*")
+        [path] = files[expert].parents[1].glob("*.safetensors")
         assert load_file(path)["diffusion_model.blocks.0.self_attn.q.lora_A.weight"].unique() == number + 1
     assert one["to"].read_bytes() == path.read_bytes()
     log = foreign.refused(overrides=("train.experts=low",), source=files["high"])

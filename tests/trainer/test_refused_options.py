@@ -42,7 +42,6 @@ REFUSED: list[tuple[type[Section], dict[str, Any], str, tuple[str, ...]]] = [
     (Adapter, {"init_weights": "pissa", "dora": True}, "init_weights", ("pissa", "gaussian", "dora")),
     (Adapter, {"init_weights": "orthogonal", "rank": 3}, "init_weights", ("rank", "rank_pattern")),
     (Adapter, {"rank_pattern": {"(": 3}}, "rank_pattern", ("'('",)),
-    (Adapter, {"dora": True, "formats": ["diffusers", "comfyui"]}, "formats", ("dora", "[diffusers]")),
     (
         Adapter,
         {"init_from": "a", "rank_pattern": {"a": 2}, "init_weights": "pissa"},

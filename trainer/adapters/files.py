@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -76,30 +76,33 @@ def with_tensors(layers: Mapping[str, Layer], tensors: Tensors, scale: float = 1
     }
 
 
-def write_formats(
+def write_adapter(
     tensors: Tensors,
     settings: Mapping[str, Any],
     folder: Path,
     notes: Mapping[str, str],
-    formats: Sequence[FileFormat],
     names: ComfyUINames = DIFFUSERS_NAMES,
+    comfyui_file: Path | None = None,
 ) -> Path:
-    """Write a trained adapter in each format, and a LoKr in LyCORIS' format, too. Returns the path of the first file.
+    """Write a trained adapter to `folder` in diffusers' format, and a LoKr in LyCORIS' format, too. Returns the path of
+    diffusers' file.
 
     tensors: diffusers' key -> tensor. settings: peft's configuration for the header of diffusers' file. notes, names:
-    see `adapter_contents`.
+    see `adapter_contents`. comfyui_file: file for ComfyUI, or None.
     """
-    header = make_header(notes, settings)
-    lokr: list[FileFormat] = ["lycoris"] if any(".lokr_" in key for key in tensors) else []
-    for form in (*formats, *lokr):
-        path = folder / FILE_NAMES[form]
-        if form == "diffusers":
-            write_file(tensors, header, path)
-        else:
-            shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-            layers = with_tensors(pair_layers(path, shapes, header, {}), tensors)
-            write_file(*adapter_contents(layers, form, notes, names), path)
-    return folder / FILE_NAMES[formats[0]]
+    path, header = folder / FILE_NAMES["diffusers"], make_header(notes, settings)
+    write_file(tensors, header, path)
+    files = dict[FileFormat, Path]()
+    if any(".lokr_" in key for key in tensors):
+        files["lycoris"] = folder / FILE_NAMES["lycoris"]
+    if comfyui_file is not None:
+        files["comfyui"] = comfyui_file
+    if files:
+        shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+        layers = with_tensors(pair_layers(path, shapes, header, {}), tensors)
+    for form, file in files.items():
+        write_file(*adapter_contents(layers, form, notes, names), file)
+    return path
 
 
 def adapter_contents(

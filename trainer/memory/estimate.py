@@ -215,7 +215,7 @@ def exported_bytes(model: Any, adapter: Adapter, trained: int) -> int:
     weights."""
     if adapter.type == "full":
         return sum_bytes(model.parameters())
-    files = len({"diffusers", *adapter.formats}) + (adapter.type == "lokr")  # LyCORIS' file
+    files = 2 if adapter.type == "lokr" else 1  # LyCORIS' file
     # With PiSSA and OLoRA the file has the difference of two adapters, of twice the rank.
     return trained * files * (2 if adapter.init_weights in MUTATING_INITS else 1)
 

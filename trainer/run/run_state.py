@@ -34,7 +34,7 @@ from schemas.config.encoding import Model
 from schemas.config.loading import dump_yaml
 from schemas.config.methods import Method
 from schemas.config.pipeline import Config
-from schemas.config.training import FILE_NAMES, Train
+from schemas.config.training import Train
 from schemas.geometry import Bucket
 from trainer.adapters.header import find_adapter
 from trainer.run.resume import (
@@ -93,7 +93,7 @@ def config_signature(config: Config) -> dict[str, Any]:
         "shift": None if config.train.timesteps.auto_shift else train_shift(config.train, config.model, ""),
         "timesteps": config.train.timesteps.model_dump(mode="json"),
         "loss": config.train.loss.model_dump(mode="json"),
-        "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init_from"}),
+        "adapter": config.train.adapter.model_dump(mode="json", exclude={"init_from"}),
         # A checksum of the file's bytes, so that the adapter may be at another path when the run resumes.
         "initial adapter": init and file_checksum(find_adapter(Path(init))),
         "optimizer": config.train.optimizer.name,
@@ -190,11 +190,10 @@ def write_config(config: Config, data: TrainSet) -> None:
 def is_finished(config: Config, state: CheckpointState | None) -> bool:
     """Whether the run has done all of its steps and saved its result. state: state of its newest checkpoint; None if
     it has no checkpoint."""
-    folder, adapter = config.result_folder, config.train.adapter
-    if state is None or state.step < config.train.steps or not folder.is_dir():
+    if state is None or state.step < config.train.steps or not config.result_folder.is_dir():
         return False
-    if adapter.type != "full" and not all((folder / FILE_NAMES[form]).is_file() for form in adapter.formats):
-        return False  # the configuration has a new format
+    if config.comfyui_file is not None and not config.comfyui_file.is_file():
+        return False
     note = ResultNote.try_read(config.run_folder / RESULT_NOTE)
     return note is not None and note.step == state.step  # if the note is damaged, the result is saved again
 

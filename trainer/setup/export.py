@@ -1,6 +1,6 @@
 """Export of trained weights to files that diffusers' pipelines load: a run's result, and a part of each checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ from peft import PeftType
 from safetensors import safe_open
 
 from schemas.catalog import FAMILIES
-from schemas.config.training import Adapter, AdapterFormat
+from schemas.config.training import Adapter
 from schemas.family import Task
-from trainer.adapters.files import write_formats
+from trainer.adapters.files import write_adapter
 from trainer.adapters.header import DIFFUSERS_NAMES
 from trainer.families.base import ModelFamily
 from trainer.run.sharded import gather_all, is_sharded
@@ -35,23 +35,22 @@ def export_weights(
     part: str,
     folder: Path | None,
     notes: Mapping[str, str],
-    formats: Sequence[AdapterFormat],
+    comfyui_file: Path | None = None,
 ) -> dict[str, dict[str, str]]:
-    """Write the adapter to `folder` in each format, with `notes` in its header, or, for a full-rank run, the
-    transformer to the folder `part` in it. Returns weights file, relative to `folder` -> key -> name of the parameter
-    that the key holds.
+    """Write the adapter to `folder`, with `notes` in its header, or, for a full-rank run, the transformer to the folder
+    `part` in it. Returns weights file, relative to `folder` -> key -> name of the parameter that the key holds.
 
-    folder: None on processes that only take part in gathering a sharded model.
+    folder: None on processes that only take part in gathering a sharded model. comfyui_file: see `save_lora`.
     """
     if is_sharded(model.parameters()):
         model = gather_model(model, family, task, adapter, folder is not None)
     if folder is None:
         return {}
     if adapter.type != "full":
-        save_lora(model, folder, notes["family"], notes, formats)
+        save_lora(model, folder, notes["family"], notes, comfyui_file)
         names = {weight.data_ptr(): name for name, weight in trainable_parameters(model).items()}
         names_by_key = {f"transformer.{key}": names[tensor.data_ptr()] for key, tensor in lora_state(model).items()}
-        return {LORA_WEIGHT_NAME_SAFE: names_by_key} if "diffusers" in formats else {}
+        return {LORA_WEIGHT_NAME_SAFE: names_by_key}
     save_full(model, folder / part)
     names_by_file: dict[str, dict[str, str]] = {}
     for path in sorted((folder / part).glob("*.safetensors")):
@@ -82,15 +81,16 @@ def save_lora(
     directory: Path,
     family: str,
     metadata: Mapping[str, str] | None = None,
-    formats: Sequence[AdapterFormat] = ("diffusers",),
+    comfyui_file: Path | None = None,
 ) -> Path:
-    """Write the adapter to `directory` as a file of each format, and a LoKr in LyCORIS' format, too. Returns the path
-    of the first file.
+    """Write the adapter to `directory` in diffusers' format, and a LoKr in LyCORIS' format, too. Returns the path of
+    diffusers' file.
 
     The header of diffusers' file also has the adapter's configuration, without which a pipeline would guess alpha.
     Names begin with "transformer." for either of two experts, since pipelines silently ignore other prefixes.
 
-    metadata: text for the files' headers (`latentpress.<key>`), in addition to the family.
+    metadata: text for the files' headers (`latentpress.<key>`), in addition to the family. comfyui_file: file for
+    ComfyUI, or None.
     """
     state, config = file_contents(model)
     tensors = {f"transformer.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
@@ -100,7 +100,7 @@ def save_lora(
     settings = {f"transformer.{key}": value for key, value in sets_sorted.items()}
     notes = {"family": family, **(metadata or {})}
     names = FAMILIES[family].comfyui_names if family in FAMILIES else DIFFUSERS_NAMES
-    return write_formats(tensors, settings, directory, notes, formats, names)
+    return write_adapter(tensors, settings, directory, notes, names, comfyui_file)
 
 
 def file_contents(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

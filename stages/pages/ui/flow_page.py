@@ -15,7 +15,6 @@ from cache.runs.training_run import METRICS_FILE, RunProgress, is_running, read_
 from cache.store.files import find_free_space
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
-from schemas.config.training import FILE_NAMES
 from schemas.errors import LatentpressError
 from schemas.text_format import format_bytes
 from stages.pages.card_load import read_cards
@@ -27,7 +26,6 @@ from stages.pages.ui.job_cards import (
     ACTIVE_STATES,
     Card,
     build_cards,
-    build_job_card,
     build_run_card,
     find_failure,
 )
@@ -80,10 +78,7 @@ def describe_result(site: Site, config: Config) -> dict[str, Any]:
     """Values for the result of a finished run."""
     files = [(name, path, format_bytes(path.stat().st_size)) for name, path in list_results(config).items()]
     best = site.metrics.draw(config.run_folder / METRICS_FILE)[2]
-    is_lora = config.train.adapter.type == "lora" and not config.train.adapter.dora
-    is_missing = is_lora and not (config.result_folder / FILE_NAMES["comfyui"]).exists()
-    export = build_job_card("export-adapter", "", site.programs) if is_missing else None
-    return {"files": files, "folder": config.result_folder, "best": best, "export": export, "config": config}
+    return {"files": files, "folder": config.result_folder, "best": best, "config": config}
 
 
 def download(request: Request) -> Response:

@@ -27,16 +27,13 @@ SETTINGS = {"rank": 2, "alpha": 3.0, "rank_pattern": {r".*(to_q|to_query)": 4}}
 @pytest.mark.slow
 def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config, program, tmp_path) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 10}
-    formats = ["diffusers", "comfyui"]
-    first = ready("t2i", steps=3, validation=look, adapter={**SETTINGS, "formats": formats})
+    first = ready("t2i", steps=3, validation=look, adapter=SETTINGS)
     code, report, _ = program(first)
     assert code == OK
     run = first.run_folder
     ended = report["details"]["eval_loss"]["last"]
-    assert {path.name for path in (run / "adapter").iterdir()} == {
-        "pytorch_lora_weights.safetensors",
-        "comfyui_lora.safetensors",
-    }
+    assert [path.name for path in (run / "adapter").iterdir()] == ["pytorch_lora_weights.safetensors"]
+    assert [path.name for path in run.glob("*.safetensors")] == [f"{run.name}-kandinsky5-image.safetensors"]
     # Our adapter by its run, and a file without a header: both begin where the first run ended.
     bare = tmp_path / "bare.safetensors"
     tensors = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
@@ -88,14 +85,15 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program,
 
 
 @pytest.mark.slow
-def test_a_format_that_is_added_later_is_written_without_a_step(ready, make_config, program) -> None:
+def test_a_file_for_comfyui_that_was_removed_is_written_again_without_a_step(ready, program) -> None:
     config = ready("t2i", steps=1, adapter={"rank": 2})
     assert program(config)[0] == OK
-    two_formats = make_config("t2i", steps=1, adapter={"rank": 2, "formats": ["diffusers", "comfyui"]})
-    code, report, _ = program(two_formats)
+    content = config.comfyui_file.read_bytes()
+    config.comfyui_file.unlink()
+    code, report, _ = program(config)
     assert code == OK and (report["done"], report["skipped"]) == (0, 1)
-    assert (config.run_folder / "adapter" / "comfyui_lora.safetensors").exists()
-    assert "loading" not in program(two_formats)[2]
+    assert config.comfyui_file.read_bytes() == content
+    assert "loading" not in program(config)[2]
 
 
 BY_MODULE = {"rank": 4, "rank_pattern": {r".*(to_q|to_query)": 6}, "alpha_pattern": {r".*\.0\..*": 3.0}}
@@ -139,7 +137,7 @@ def test_training_starts_from_a_lokr_in_each_format(tiny, tmp_path, kind) -> Non
     make_trainable(first, *KINDS[kind], Adapter(**lokr, **settings))
     for i, parameter in enumerate(adapters.trainable_parameters(first).values()):
         parameter.data += random(*parameter.shape, seed=i) * 0.1
-    path = export.save_lora(first, tmp_path, kind, formats=["diffusers", "comfyui"])
+    path = export.save_lora(first, tmp_path, kind, comfyui_file=tmp_path / "for-comfyui.safetensors")
     pipe.transformer.load_lora_adapter(tmp_path, prefix="transformer", weight_name=path.name)
     theirs = exact_output(kind, pipe.transformer)
     for file in sorted(tmp_path.glob("*.safetensors")):

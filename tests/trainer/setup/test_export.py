@@ -23,7 +23,7 @@ FILE = "pytorch_lora_weights.safetensors"
         ("t2i", "kandinsky5-image-t2i", {"rank": 4, "alpha": 2.5, "dropout": 0.3}),
         long("sana", "sana", {"type": "full"}),
         ("t2i", "kandinsky5-image-t2i", {"rank": 4, "init_weights": "pissa"}),
-        long("t2i", "kandinsky5-image-t2i", {"type": "lokr", "rank": 4, "alpha": 2.5, "formats": ["comfyui"]}),
+        long("t2i", "kandinsky5-image-t2i", {"type": "lokr", "rank": 4, "alpha": 2.5}),
     ],
     ids=["alpha", "full", "converted", "lokr"],
 )
@@ -40,7 +40,7 @@ def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(ready, k
             pipe.transformer.load_lora_adapter(path, prefix="transformer", weight_name=FILE)
         else:
             pipe.load_lora_weights(path)
-        assert (path / "comfyui_lora.safetensors").exists() == ("formats" in adapter)
+        assert config.comfyui_file is not None and config.comfyui_file.exists()
         with safe_open(path / FILE, "pt") as file:
             assert file.metadata()["latentpress.steps"] == str(checkpoint_step(path))
     with safe_open(path / "trainable.safetensors", "pt") as file:
