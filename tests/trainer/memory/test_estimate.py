@@ -34,6 +34,10 @@ SIZES = {"t2i": ("256x256", "256x320"), "sana": ("512x640", "512x512"), "z-image
 SIZES["qwen-image"] = SIZES["t2i"]
 MIDDLE["edit-plus-i2i"] = MIDDLE["qwen-image"] | {"zero_cond_t": True}
 SIZES["edit-plus-i2i"] = ("256x256+256x192", "256x320+192x256+256x256")
+MIDDLE["flux3"] = MIDDLE["flux3-i2i"] = SHAPES["tiny"]["flux3"] | {
+    "attention_head_dim": 64, "axes_dims_rope": (16, 16, 16, 16), "joint_attention_dim": 64,
+}  # fmt: skip
+SIZES |= {"flux3": ("512x512", "512x640"), "flux3-i2i": ("512x512+512x384", "512x640+384x512+512x512")}
 FULL, ALL = {"adapter": {"type": "full"}}, {"gradient_checkpointing": False}
 #: On a CPU, where device and offloaded memory are the same. At least one setting of each kind.
 GRID = {
@@ -51,6 +55,8 @@ GRID = {
     "z-image": [{"batch_size": 2, **ALL}, {"base_precision": "int8-quanto", "batch_size": 2}],
     "qwen-image": [{"batch_size": 2, **ALL}, {"base_precision": "nf4-bnb", "batch_size": 2}],
     "edit-plus-i2i": [{"batch_size": 2, **ALL}, {"base_precision": "nf4-bnb", "batch_size": 2}],
+    "flux3": [{"batch_size": 2, **ALL}, {"base_precision": "nf4-bnb", "batch_size": 2}],
+    "flux3-i2i": [{"batch_size": 2, **ALL}, {"batch_size": 2, "offload": {"blocks": True}}],
 }
 
 

@@ -47,8 +47,10 @@ CASES = {
     "sana": ("sana", {}, 2),
     "joint": ("z-image", {}, 2),
     "references last": ("edit-plus-i2i", {}, 2),
+    "references in a stream of their own": ("flux3-i2i", {}, 2),
     "tread": ("i2v", {}, 2),
     "tread of both kinds of blocks": ("flux2-klein", {}, 1),
+    "tread of a stream": ("flux3-i2i", {}, 1),
     "rollout": ("t2v", {}, 1),
     "regularization": ("t2i", {}, 1),
 }

@@ -106,6 +106,7 @@ class Case:
     [
         long("t2i", {"rank": 4, "dropout": 0.0}, {"base_precision": "nf4-bnb"}),
         long("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
+        long("flux3", {"type": "full"}, {}),  # with blocks that do not compute
     ],
 )
 def test_two_processes_share_a_model(
