@@ -29,7 +29,7 @@ VERSION ?=
 # Container images often set it; each of the tests' processes would then compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-fast test-long golden lint generated docs constraints outdated wheel release-notes gpu demo clean
+.PHONY: help venv test test-fast test-long golden lint generated docs screenshots constraints outdated wheel release-notes gpu demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all of them"
@@ -43,6 +43,7 @@ help:
 	@echo "make generated            pipeline.schema.json, pipeline.yaml, docs/options.md, docs/programs.md, keys in docs/coming-from.md,"
 	@echo "                          schemas/cli/command_lines.json"
 	@echo "make docs                 the documents as a site, in site/"
+	@echo "make screenshots          docs/images/page-*.jpg: the page of latentpress ui in five states; needs Chromium"
 	@echo "make constraints [UPGRADE=all|\"name name\"]  constraints.txt of pyproject.toml: pins that are there stay, others"
 	@echo "                          are added; UPGRADE takes the newest of all, or of these"
 	@echo "make outdated             which packages of $(VENV) are behind, and by how much"
@@ -90,6 +91,9 @@ generated: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+screenshots: $(STAMP)
+	$(BIN)/python -m docs.screenshots
 
 # For every Python and system at once. torch's own pins of CUDA's libraries are left out: each of its builds has others.
 # Not $(STAMP): it could not be made where a pin is older than what pyproject.toml asks for.

@@ -36,13 +36,15 @@ def test_a_project_with_nothing_yet_says_what_to_do_first(home: Project, server:
     text = server.get("/").text
     assert (
         "What to do first" in text
-        and f"The media of photos are in {home.media}" in text
+        and f"The pictures and clips of photos are in {home.media}" in text
         and "validation prompt" not in text
     )
     home.settings |= {"validation": {}, "datasets": [{"id": "photos", "instance_data_dir": "<b>absent"}]}
     home.config()
     text = server.get("/").text
-    assert "&lt;b&gt;absent with the media of photos does not exist" in text and "validation prompt" in text
+    assert (
+        "&lt;b&gt;absent with the pictures and clips of photos does not exist" in text and "validation prompt" in text
+    )
     home.settings["datasets"] = [{"id": "photos", "instance_data_dir": "media"}]
     home.run(discover.run)
     until(lambda: "What to do first" not in server.get("/").text, "the page knows that media were found")

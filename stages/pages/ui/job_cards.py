@@ -150,6 +150,8 @@ def _describe_end(start: Start) -> tuple[str, str]:
         return ("running" if start.runs_elsewhere else "failed"), remark
     if start.exit_code < 0:
         return "failed", f"killed by signal {-start.exit_code}{when}"
+    if start.exit_code == INCOMPLETE and start.program.endswith("thumbnails"):
+        return "done", f"some files can't be shown{when}"
     words = EXIT_WORDS.get(start.exit_code, "failed")
     state = "done" if start.exit_code == 0 else "to do" if start.exit_code == INTERRUPTED else "failed"
     return state, f"{words}{when}"
