@@ -144,7 +144,6 @@ def shoot_all(browser: Any, address: str, photos: Path, out: Path) -> None:
     shoot(page, out / "page-training.jpg")
     page.locator("#result").wait_for()
     page.locator("#start-run").wait_for()  # `run` has ended
-    page.locator("#start-export-adapter").click()
     page.locator("#download-1.filled").wait_for()
     shoot(page, out / "page-finished.jpg")
 

@@ -127,7 +127,7 @@ def test_files_are_sent_to_a_new_project(server: UiServer, place: Path, browser:
     assert page.locator("#name").input_value() == "my-cat" and (place / "my-cat/my-cat/0.txt").read_text() == "a cat"
     page.locator("#card").fill("6")
     fits = page.locator("#recipes").inner_text()
-    assert "\nbarely fits 6 GB: 5.7 of 6" in fits and "does not fit 6 GB: 11.3 of 6" in fits
+    assert "barely fits 6 GB: 5.7 of 6" in fits and "does not fit 6 GB: 11.3 of 6" in fits
     assert page.locator(".fits.no").count()
     page.close()
 

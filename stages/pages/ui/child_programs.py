@@ -52,7 +52,6 @@ JOBS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in (*STAGES, "run", "report", "preview")},
     "preview-plan": ("preview", "--plan"),
     "queue": ("queue", "run"),
-    "export-adapter": ("export-adapter",),
     "thumbnails": ("pages.thumbnails",),
     "caption-thumbnails": ("pages.thumbnails",),
 }

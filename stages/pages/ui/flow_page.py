@@ -42,6 +42,8 @@ LABELS = {
     "eval_loss": "eval loss",
     "last_checkpoint": "last checkpoint",
 }
+#: Stage -> participle after its count.
+COUNTED = {"discover": "found", "bucket": "planned", "encode-text": "encoded", "encode-latents": "encoded"}
 DONE_WORDS = {
     "start": "{} was started",
     "retry": "{} was started, and tries rejected items again",
@@ -127,7 +129,8 @@ def show(request: Request) -> Response:
         if failure is not None and card.state in ("to do", "failed") and card.name in (failure.program, "run"):
             card.state, card.remark = "failed", failure.message
     before = takewhile(lambda card: card.name != "train", chain.from_iterable(steps))
-    counts = [f"{card.name} {card.count}" for card in before if card.count and not card.count.startswith("0 ")]
+    counted = [card for card in before if card.count and not card.count.startswith("0 ")]
+    counts = [f"{card.count} {COUNTED.get(card.name, 'ready')}" for card in counted]
     content: dict[str, Any] = {"first": find_first_steps(config) if _is_empty(progress, status, run_card) else None}
     content |= {"run_card": run_card, "steps": steps, "problem": problem, "reading": status is None, "cards": cards[1:]}
     content |= {"failure": failure, "result": describe_result(site, config) if progress.state == "finished" else None}
