@@ -8,7 +8,7 @@ threads. In every turn each way runs once; ratios compare results of the same tu
 
 tread: the first and the last block compute all tokens, the blocks between them drop a share. crepa: on the second
 block, with features on the tokens' grid, of the vision model's width. rollout: one Euler step. regularization data: the
-sample is regularization data.
+sample is regularization data. guidance: with a null prompt of two tokens.
 """
 
 import argparse
@@ -22,13 +22,12 @@ import torch
 
 from benchmarks.common import make_parser, measure_by_turns, print_header, print_row, time_call
 from schemas.catalog import FAMILIES
-from schemas.config.methods import Methods
 from schemas.config.training import Offload, Train
 from schemas.family import Task
 from stages.rehearsing.tiny_models import make_model
 from trainer import flow
 from trainer.attention import NATIVE, use_backend
-from trainer.batch import Batch
+from trainer.batch import NULL_LENGTHS, Batch
 from trainer.families.base import ModelFamily, module_of
 from trainer.families.kandinsky5 import Kandinsky5Transformer3DModel, install_processors
 from trainer.methods import make_methods
@@ -40,20 +39,21 @@ from trainer.setup.wrap import Denoiser
 SHARES = (0.25, 0.5, 0.75)
 TEXT_TOKENS, SHIFT = 64, 3.0
 FAMILY_TASKS: dict[str, Task] = {"kandinsky5-video": "t2v", "sana": "t2i"}
-#: Name of a way -> train.methods.
+#: Name of a way -> settings of `train`.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     **{
         f"tread, {share:.0%} dropped": {
-            "tread": {"routes": [{"selection_ratio": share, "start_layer_idx": 1, "end_layer_idx": -2}]}
+            "methods": {"tread": {"routes": [{"selection_ratio": share, "start_layer_idx": 1, "end_layer_idx": -2}]}}
         }
         for share in SHARES
     },
-    "crepa, dinov2_vits14": {"crepa": {"block_index": 1}},
-    "crepa, dinov2_vitg14": {"crepa": {"block_index": 1}},
-    "rollout": {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1}},
-    "regularization data": {"regularization": {}},
-    "input perturbation": {"input_perturbation": {}},
+    "crepa, dinov2_vits14": {"methods": {"crepa": {"block_index": 1}}},
+    "crepa, dinov2_vitg14": {"methods": {"crepa": {"block_index": 1}}},
+    "rollout": {"methods": {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1}}},
+    "regularization data": {"methods": {"regularization": {}}},
+    "input perturbation": {"methods": {"input_perturbation": {}}},
+    "guidance": {"guidance": {}},
 }
 WIDTHS = {"crepa, dinov2_vits14": 384, "crepa, dinov2_vitg14": 1536}  # width of the vision models' tokens
 
@@ -92,7 +92,9 @@ def make_step(name: str, family: ModelFamily, model: Any, options: argparse.Name
     batch = Batch(x0, None, text, torch.ones(1, TEXT_TOKENS, dtype=torch.bool), pooled, ["0"], "made")
     grid = family.token_grid(model, batch)
     vision = torch.randn(1, grid.frames, grid.rows, grid.columns, width, generator=generator)
-    batch = replace(batch, extras={"vision": vision, "regularization": torch.tensor([True])})
+    extras = {"vision": vision, "regularization": torch.tensor([True]), "null.embeds": text[:, :2]}
+    extras |= {NULL_LENGTHS: torch.tensor([2])} | ({} if pooled is None else {"null.pooled": pooled})
+    batch = replace(batch, extras=extras)
     return MethodStep(
         number=0,
         steps=1,
@@ -111,7 +113,7 @@ def make_step(name: str, family: ModelFamily, model: Any, options: argparse.Name
 
 
 def make_used_methods(family: ModelFamily, model: Any, settings: dict[str, Any], width: int) -> list[Method]:
-    methods = [*make_methods(Methods.model_validate(settings).used).values()]
+    methods = [*make_methods(Train.model_validate(settings).used_methods).values()]
     for method in methods:
         method.setup(model, family, {"vision": (width,)})
     return methods

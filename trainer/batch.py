@@ -10,10 +10,12 @@ from cache.shards import tensor_checks
 from schemas.devices import to_device
 from schemas.family import REFERENCE_PARTS
 
-#: Tensors that stay on the CPU: masks over samples that Python code reads.
-ON_HOST = frozenset({"regularization"})
 SCALE = f"text.{tensor_checks.SCALE}"  # float32, factor of the numbers of each token, or of each token and layer
-TOKENWISE = ("text.embeds", SCALE)  # padded to the longest text of a batch
+NULL_LENGTHS = "null.lengths"  # (B,) int64, numbers of tokens of the null prompts
+#: Tensors that stay on the CPU, because Python code reads them.
+ON_HOST = frozenset({"regularization", NULL_LENGTHS})
+NULL_SCALE = f"null.{tensor_checks.SCALE}"
+TOKENWISE = ("text.embeds", SCALE, "null.embeds", NULL_SCALE)  # padded to the longest text of a batch
 #: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
 ABSENT = {"mask": 1.0}
 
@@ -27,7 +29,8 @@ class Batch:
     stored; `to` converts them. text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F".
     extras: additional tensors (B, ...) by the name of their encoding stage, such as "mask"; text tensors as
     "text.<name>", including SCALE (B, L) or (B, L, layers) while text_BLD is in 8 bits; "regularization" (B,), bool,
-    which stays on the CPU, if the batch contains regularization data; references, under the names of their parts.
+    which stays on the CPU, if the batch contains regularization data; references, under the names of their parts; the
+    null prompts' tensors as "null.<name>" and NULL_LENGTHS, if a method needs them (`with_null_text`).
     lengths: number of tokens of each text; by default computed from the mask.
     """
 
@@ -61,12 +64,13 @@ class Batch:
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Batch":
         """Returns the batch on a device, with floating-point tensors in a dtype: tensors are copied, then converted
         there."""
-        if SCALE in self.extras:
-            text_BLD, scale = (to_device(part, torch.device(device)) for part in (self.text_BLD, self.extras[SCALE]))
-            scale_BLK = scale if scale.ndim == 3 else scale[..., None]
-            text_BLKD = text_BLD.float().unflatten(-1, (scale_BLK.shape[-1], -1)) * scale_BLK[..., None]
-            extras = {name: value for name, value in self.extras.items() if name != SCALE}
-            return replace(self, text_BLD=text_BLKD.flatten(-2), extras=extras).to(device, dtype)
+        extras, text_BLD = {**self.extras}, self.text_BLD
+        if (scale := extras.pop(SCALE, None)) is not None:
+            text_BLD = scale_tokens(text_BLD, scale, device)
+        if (scale := extras.pop(NULL_SCALE, None)) is not None:
+            extras["null.embeds"] = scale_tokens(extras["null.embeds"], scale, device)
+        if len(extras) < len(self.extras):
+            return replace(self, text_BLD=text_BLD, extras=extras).to(device, dtype)
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = to_device(tensor, torch.device(device))
@@ -100,6 +104,29 @@ class Batch:
         values |= {name: [getattr(self, name)[row] for row in rows.tolist()] for name in ("ids", "lengths")}
         return replace(self, **values, extras=extras)
 
+    def with_null_text(self) -> "Batch":
+        """Returns the batch with each sample's null prompt in place of its text."""
+        lengths = self.extras[NULL_LENGTHS].tolist()
+        texts = {name.removeprefix("null."): value for name, value in self.extras.items() if name.startswith("null.")}
+        extras = {name: value for name, value in self.extras.items() if not name.startswith(("text.", "null."))}
+        further = texts.keys() - {"embeds", "pooled", "lengths"}
+        return replace(
+            self,
+            text_BLD=texts["embeds"],
+            text_mask_BL=to_device(text_mask(lengths, texts["embeds"].shape[1]), self.text_BLD.device),
+            pooled_BD=texts.get("pooled"),
+            extras=extras | {f"text.{name}": texts[name] for name in further},
+            lengths=lengths,
+        )
+
+
+def scale_tokens(stored_BLD: torch.Tensor, scale: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Returns 8-bit texts (B, L, D) as float32 numbers on the device. scale: (B, L) or (B, L, layers)."""
+    text_BLD, scale = (to_device(part, torch.device(device)) for part in (stored_BLD, scale))
+    scale_BLK = scale if scale.ndim == 3 else scale[..., None]
+    text_BLKD = text_BLD.float().unflatten(-1, (scale_BLK.shape[-1], -1)) * scale_BLK[..., None]
+    return text_BLKD.flatten(-2)
+
 
 def make_batch(ids: Sequence[str], bucket: str, tensors: dict[str, torch.Tensor], lengths: Sequence[int]) -> Batch:
     """Make a batch. tensors: name -> (B, ...), with text tensors as "text.<name>". lengths: numbers of text tokens."""
@@ -108,8 +135,9 @@ def make_batch(ids: Sequence[str], bucket: str, tensors: dict[str, torch.Tensor]
     return Batch(latent, condition, text, text_mask(lengths), pooled, list(ids), bucket, tensors, [*lengths])
 
 
-def text_mask(lengths: Sequence[int]) -> torch.Tensor:
-    """(B, max L) bool: True for real tokens of texts with these lengths. Raises ValueError if a length is 0."""
+def text_mask(lengths: Sequence[int], size: int | None = None) -> torch.Tensor:
+    """(B, L) bool: True for real tokens of texts with these lengths. size: L; by default the largest length. Raises
+    ValueError if a length is 0."""
     if 0 in lengths:
         raise ValueError(f"text {lengths.index(0)} of the batch has no tokens; even an empty prompt has some")
-    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return torch.arange(size or max(lengths)) < torch.tensor(lengths)[:, None]

@@ -22,14 +22,14 @@ import numpy as np
 import torch
 
 from cache.order.schedule import BatchSchedule, Ints, MicroBatchRows
-from cache.sets.trainset import TEXT, TrainSet
+from cache.sets.trainset import NULL, TEXT, TrainSet
 from cache.shards.shard import ShardRow
 from cache.shards.tensor_checks import SAMPLE, own_name
 from cache.shards.tensors import NUMPY_DTYPES, Array
 from schemas.catalog import FAMILIES
 from schemas.config.training import Reading
 from schemas.family import Family
-from trainer.batch import ABSENT, TOKENWISE, Batch, make_batch
+from trainer.batch import ABSENT, NULL_LENGTHS, TOKENWISE, Batch, make_batch
 from trainer.flow import spread_uniform
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
 
@@ -37,10 +37,11 @@ TORCH_DTYPES = {name: getattr(torch, name) for name in NUMPY_DTYPES}
 
 
 class BatchReader:
-    """Reads micro-batches of a set. is_pinned: whether batches are in page-locked memory. Threads may share it."""
+    """Reads micro-batches of a set. is_pinned: whether batches are in page-locked memory. reads_null_text: whether
+    batches have each sample's null prompt, see `Batch.with_null_text`. Threads may share it."""
 
-    def __init__(self, data: TrainSet, is_pinned: bool = False) -> None:
-        self.data, self.is_pinned = data, is_pinned
+    def __init__(self, data: TrainSet, is_pinned: bool = False, reads_null_text: bool = False) -> None:
+        self.data, self.is_pinned, self.reads_null_text = data, is_pinned, reads_null_text
 
     def read(self, rows: Ints, texts: Ints, bucket: str) -> Batch:
         """The samples of these rows in their stored dtypes, moments too (`trainer.noise.draw_latents`), with one text
@@ -48,9 +49,13 @@ class BatchReader:
 
         Raises the errors of `TrainSet.read_draw`, and ValueError if samples can't be stacked.
         """
-        draws = [self.data.read_draw(*draw, bucket) for draw in zip(rows.tolist(), texts.tolist(), strict=True)]
+        nulls = self.data.row_texts.null(rows).tolist() if self.reads_null_text else [None] * len(rows)
+        drawn = zip(rows.tolist(), texts.tolist(), nulls, strict=True)
+        draws = [self.data.read_draw(row, text, bucket, null) for row, text, null in drawn]
         ids = [draw[SAMPLE].id for draw in draws]
         tensors = stack(ids, [name_tensors(draw) for draw in draws], self.is_pinned)
+        if self.reads_null_text:
+            tensors[NULL_LENGTHS] = torch.tensor([draw[NULL].tensors["embeds"].shape[0] for draw in draws])
         if any(marks := self.data.regularization_marks(rows)):
             tensors["regularization"] = torch.tensor(marks)
         return make_batch(ids, bucket, tensors, [draw[TEXT].tensors["embeds"].shape[0] for draw in draws])
@@ -58,13 +63,14 @@ class BatchReader:
     def explain(self, rows: Ints, texts: Ints) -> None:
         """Read the rows once more, and check each of their numbers: DamageError names the row with a wrong one."""
         for row, text in zip(rows.tolist(), texts.tolist(), strict=True):
-            self.data.sample(row, self.data.row_texts.part(row, text))
+            for part in (self.data.row_texts.part(row, text), *((NULL,) if self.reads_null_text else ())):
+                self.data.sample(row, part)
 
 
 def name_tensors(draw: Mapping[str, ShardRow]) -> dict[str, Array]:
     """Tensors of all parts of a draw by their names in a batch."""
     return {
-        f"text.{name}" if part == TEXT else own_name(part, name): array
+        f"{part}.{name}" if part in (TEXT, NULL) else own_name(part, name): array
         for part, row in draw.items()
         for name, array in row.tensors.items()
     }
@@ -162,7 +168,7 @@ class BatchLoader:
 
     low_discrepancy: whether sigma is chosen by `spread_uniform`. draw_noise: whether noise is drawn on the CPU while
     reading; otherwise the step calls `MicroBatch.draw`. reading: options for reading rows. is_pinned: whether batches
-    are in page-locked memory.
+    are in page-locked memory. reads_null_text: see `BatchReader`.
     """
 
     data: TrainSet
@@ -174,6 +180,7 @@ class BatchLoader:
     draw_noise: bool = True
     reading: Reading = field(default_factory=Reading)
     is_pinned: bool = False
+    reads_null_text: bool = False
     check_waiting: Callable[[], object] = lambda: None  # called while waiting for data; an exception ends the wait
 
     @property
@@ -181,7 +188,7 @@ class BatchLoader:
         return FAMILIES[self.data.meta.family]
 
     def __post_init__(self) -> None:
-        self.reader = BatchReader(self.data, self.is_pinned)
+        self.reader = BatchReader(self.data, self.is_pinned, self.reads_null_text)
 
     def step(self, number: int) -> StepBatches:
         """Returns the micro-batches of optimizer step `number` (from 0). Raises DamageError if a shard is damaged."""

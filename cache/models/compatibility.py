@@ -122,43 +122,66 @@ def find_published(repo: str) -> list[tuple[Family, Flavour]]:
     ]
 
 
-def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
-    """Raise CheckpointMismatch if the checkpoint is distilled to few steps but `model.assistant` is not set, or if it
-    is not distilled but `model.assistant` is set. warn: function that is called if neither can be determined."""
+def check_distilled(model: Model, warn: Callable[[str], object], is_guided: bool = False) -> None:
+    """Raise CheckpointMismatch if the checkpoint is distilled, but training has neither a guided target nor
+    `model.assistant`, or if it is not distilled but `model.assistant` is set.
+
+    warn: function that is called if neither can be determined, and for a guided target of a checkpoint that is not
+    distilled. is_guided: whether `train.guidance` has a scale above 1."""
     published = [flavour for _, flavour in find_published(model.source)]
-    distilled = {row.name: row.distilled_from for row in (model.flavour_spec, *published) if row.distilled_from}
+    rows = {row.name: row for row in (model.flavour_spec, *published) if row.distilled_from or row.has_guidance}
     mark = model.family_spec.distilled_mark
     config = (find_json(model, mark.part) if mark.part else find_index(model)) if mark else None
     marked = None if config is None or mark is None else bool(config.get(mark.key, False))
-    is_reversible = mark is None or mark.is_reversible
     few_steps = [flavour.name for flavour in model.family_spec.flavours.values() if flavour.distilled_from]
-    if distilled or marked:
-        if model.assistant is not None and is_reversible:
+    if rows or marked:
+        is_reversible = mark is None or mark.is_reversible
+        if is_reversible and (is_guided or model.assistant is not None):
             return
-        name, original = next(iter(distilled.items()), ("", model.flavour_spec.name))
-        base = model.family_spec.flavours[original]
-        subject = name or f"according to {mark}, it"
-        raise CheckpointMismatch(
-            f"{model.source}: {subject} is distilled to few steps, which training would undo",
-            f"train {base.name} ({base.repo}) instead: correct model.flavour or model.path"
-            + ("; or set model.assistant to an adapter that reverses the distillation" if is_reversible else ""),
-        )
+        raise _refuse_distilled(model, next(iter(rows.values()), None), is_reversible)
     if published or marked is False:
         if model.assistant is not None:
             raise CheckpointMismatch(
                 f"model.assistant: {model.source} is not distilled, but an assistant is for a distilled checkpoint",
                 "remove model.assistant, or set model.path or model.flavour to the distilled checkpoint",
             )
+        if is_guided:
+            warn(
+                f"train.guidance: {model.source} is not distilled; the guided target trains it to be sampled without "
+                "guidance"
+            )
     elif model.assistant is not None:
         warn(
             f"model.assistant: {model.source} does not state whether it is distilled; an assistant is for distilled "
             "checkpoints"
         )
-    elif few_steps:
+    elif few_steps and not is_guided:
         warn(
             f"model.path: {model.source} does not state whether it is {' or '.join(few_steps)}, which is distilled to "
             "few steps; training would undo the distillation"
         )
+
+
+def _refuse_distilled(model: Model, row: Flavour | None, is_reversible: bool) -> CheckpointMismatch:
+    """The error about a distilled checkpoint. row: its row in the catalog; None if only its files state that it is
+    distilled. is_reversible: whether a guided target or an assistant can preserve the distillation."""
+    spec, steps = model.family_spec, []
+    base = spec.flavours[row.distilled_from if row and row.distilled_from else model.flavour_spec.name]
+    if row is None or row.distilled_from:
+        steps = [f"train {base.name} ({base.repo}) instead: correct model.flavour or model.path"]
+    if is_reversible:
+        assistant = (row or model.flavour_spec).assistant
+        steps += [
+            f"set model.assistant to default ({assistant.repo})"
+            if assistant
+            else "set model.assistant to an adapter that reverses the distillation",
+            "set train.guidance, which preserves guidance, but not few steps"
+            if row is None or row.distilled_from
+            else "set train.guidance, which preserves guidance",
+        ]
+    subject = row.name if row else f"according to {spec.distilled_mark}, it"
+    state = "has guidance distilled into it" if row and not row.distilled_from else "is distilled to few steps"
+    return CheckpointMismatch(f"{model.source}: {subject} {state}, which training would undo", "; or ".join(steps))
 
 
 def check_transformer(model: Model) -> None:

@@ -16,7 +16,7 @@ from cache.sets.window import cache_folder, cache_limit, needs_sections, open_wi
 from cache.shards.tensor_checks import kind_of
 from cache.store.files import StoreError
 from schemas.config.encoding import Model
-from schemas.config.methods import Method, Regularization
+from schemas.config.methods import Method, Regularization, method_option
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
 
@@ -67,7 +67,8 @@ def check_model(config: Config, warn: Callable[[str], object], is_run: bool = Tr
     model, part = config.model, config.part
     try:
         compatibility.check_task(model)
-        compatibility.check_distilled(model, warn)
+        guidance = config.train.guidance
+        compatibility.check_distilled(model, warn, is_guided=guidance is not None and guidance.scale > 1)
         is_folder = weights.local_folder(model.source) is not None
         if not (is_folder or is_run):
             return None
@@ -76,9 +77,9 @@ def check_model(config: Config, warn: Callable[[str], object], is_run: bool = Tr
         )  # a single file: if the hub can't be reached, no further files are requested
         shape = weights.read_component_config(model.source, model.revision, part)
         count = model.family_spec.count_layers(shape)
-        for name, method in config.train.methods.used.items():
+        for name, method in config.train.used_methods.items():
             for key, problem in method.layer_problems(count) if count is not None else ():  # blocks that do not exist
-                option = ".".join(map(str, ("train.methods", name, *key)))
+                option = ".".join(map(str, (method_option(name), *key)))
                 raise RunError(f"{option}: {problem}", f"{model.source} has {count} blocks; correct {option}.")
         compatibility.check_parts(config, ask_hub=not is_folder)
         return shape
@@ -100,16 +101,16 @@ def check_prepared(config: Config) -> None:
         "vision": bool(config.vision.model),
         "regularization": any(dataset.is_regularization_data for dataset in active),
     }
-    for name, method in config.train.methods.used.items():
+    for name, method in config.train.used_methods.items():
         for tensor, advice in method.needs.items():
             if not prepared.get(tensor, True):
-                raise RunError(f"train.methods.{name} needs {tensor}, which no dataset has", advice)
+                raise RunError(f"{method_option(name)} needs {tensor}, which no dataset has", advice)
 
 
 def used_methods(settings: Train, data: TrainSet) -> dict[str, Method]:
-    """Return the active sections of train.methods: the configured sections and, if the set has regularization data, the
+    """Return the active sections of methods: the configured sections and, if the set has regularization data, the
     section for this data."""
-    configured = settings.methods.used
+    configured = settings.used_methods
     return {"regularization": Regularization(), **configured} if data.regularization else configured
 
 
@@ -118,10 +119,10 @@ def check_methods(settings: Train, data: TrainSet) -> None:
     for name, method in used_methods(settings, data).items():
         for tensor, advice in method.needs.items():
             if not data.has_tensor(tensor):
-                raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
+                raise RunError(f"{method_option(name)} needs {tensor}, which no sample of set {data.id} has", advice)
         for reason in method.find_conflicts(settings):
             problem, _, step = reason.partition("; ")
-            raise RunError(f"train.methods.{name}: {problem}", f"{step[:1].upper()}{step[1:]}.")
+            raise RunError(f"{method_option(name)}: {problem}", f"{step[:1].upper()}{step[1:]}.")
 
 
 def check_text_width(model: Model, data: TrainSet, shape: Mapping[str, Any]) -> None:

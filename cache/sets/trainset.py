@@ -37,6 +37,7 @@ from schemas.tables import further_kinds, reference_parts
 
 COMPARED_ROWS = 1 << 17  # number of ids that are compared at a time
 TEXT = "text"  # the part of a draw that is a caption or the null prompt
+NULL = "null"  # the part of a row, or of a draw in addition to its text, that is the null prompt
 
 
 NO_TEXT = -1  # in place of a text's number: a null prompt that the set does not have
@@ -57,23 +58,27 @@ class RowTexts:
         """Return part -> number of its text: "text0", "text1", ... for the row's captions, and "null" if the row has a
         null prompt."""
         parts = {f"text{number}": text for number, text in enumerate(self._captions.get(row))}
-        null = int(self._null_texts.take(np.array([row]), self._null_text)[0])
-        return parts if null == NO_TEXT else parts | {"null": null}
+        null = int(self.null(np.array([row]))[0])
+        return parts if null == NO_TEXT else parts | {NULL: null}
 
     def part(self, row: int, text: int) -> str:
         """Return the first part of a row that has this text; "null" for NO_TEXT."""
-        return next((part for part, number in self.parts(row).items() if number == text), "null")
+        return next((part for part, number in self.parts(row).items() if number == text), NULL)
 
     def choose(self, rows: Ints, captions: Ints, dropped: NDArray[np.bool_]) -> Ints:
         """Return (n,) texts, one for each row: the caption with the number in `captions` or, if `dropped` is true, the
         null prompt, which may be NO_TEXT. Arguments are (n,)."""
         texts = self._captions.take(rows, captions)
-        texts[dropped] = self._null_texts.take(rows[dropped], self._null_text)
+        texts[dropped] = self.null(rows[dropped])
         return texts
 
     def first(self, rows: Ints) -> Ints:
         """Return (n,) the number of the first caption of each row."""
         return self._captions.take(rows, np.zeros_like(rows))
+
+    def null(self, rows: Ints) -> Ints:
+        """Return (n,) the null prompt of each row, which may be NO_TEXT."""
+        return self._null_texts.take(rows, self._null_text)
 
     def draw(self, seed: int, dropout: float, steps: int | Ints, positions: Ints, rows: Ints, passes: Ints) -> Ints:
         """Return (..., B) the text of each draw. steps: the step of all draws, or (M,) the step of each micro-batch.
@@ -284,29 +289,31 @@ class TrainSet:
         shards, rows, ids = self._columns[part]
         return Location(shards.get(number), rows.get(number), ids[number].as_py())
 
-    def draw_locations(self, row: int, text: int, bucket: str) -> dict[str, Location]:
-        """Return part -> location for each row that a draw reads: all parts of a sample in this bucket, and "text".
-        Raises SetError if the text is NO_TEXT."""
-        if text == NO_TEXT:
+    def draw_locations(self, row: int, text: int, bucket: str, null: int | None = None) -> dict[str, Location]:
+        """Return part -> location for each row that a draw reads: all parts of a sample in this bucket, "text" and, if
+        `null` is the number of a text, "null". Raises SetError if a text is NO_TEXT."""
+        if NO_TEXT in (text, null):
             sample_id = self._columns[SAMPLE][2][row].as_py()
             raise SetError(f"set {self.id} has no null prompt for {sample_id}", "Run `latentpress index`.")
         locations = {part: self._locate(part, row) for part in self.sample_parts(bucket)}
-        return locations | {TEXT: self._locate(TEXT, text)}
+        texts = {TEXT: text} if null is None else {TEXT: text, NULL: null}
+        return locations | {part: self._locate(TEXT, number) for part, number in texts.items()}
 
-    def read_draw(self, row: int, text: int, bucket: str) -> dict[str, ShardRow]:
+    def read_draw(self, row: int, text: int, bucket: str, null: int | None = None) -> dict[str, ShardRow]:
         """Read the rows of `draw_locations`. Checks checksums, ids and, once `text_widths` are set, shapes and dtypes;
-        does not check that numbers are finite. text: number of a text, from `RowTexts.draw`.
+        does not check that numbers are finite. text: number of a text, from `RowTexts.draw`. null: number of the null
+        prompt, from `RowTexts.null`, to read it in addition.
 
         Raises DamageError, SetError and StoreError, which name the row.
         """
-        locations = self.draw_locations(row, text, bucket)
+        locations = self.draw_locations(row, text, bucket, null)
         draw = {part: self.read_row(location) for part, location in locations.items()}
         for part, part_row in draw.items() if self.text_widths is not None else ():
             if problem := find_shape_problems(part, part_row.tensors, bucket, self._task, self.text_widths or {}):
                 raise self.damage(locations[part], problem)
         if len(draw) > 2:
             names = {part: [own_name(part, name) for name in part_row.tensors] for part, part_row in draw.items()}
-            check_distinct_names({part: names[part] for part in draw if part != TEXT}, draw[SAMPLE].id)
+            check_distinct_names({part: names[part] for part in draw if part not in (TEXT, NULL)}, draw[SAMPLE].id)
         return draw
 
     def regularization_marks(self, rows: Ints) -> list[bool]:
@@ -330,9 +337,13 @@ class TrainSet:
 
     def has_tensor(self, name: str) -> bool:
         """Whether samples to train on have the tensor `name`. Only the first sample of each span is read, because the
-        samples of a dataset have the same tensors. "regularization", a mark, counts as a tensor."""
+        samples of a dataset have the same tensors. "regularization", a mark, and "null_text", the null prompt of
+        each sample, count as tensors."""
         if name == "regularization":
             return self.regularization > 0
+        if name == "null_text":
+            own = self._index.column("null_text").slice(0, len(self))
+            return self.meta.null_text is not None or own.null_count == 0
         rows = (self.part_rows(span.start, self.sample_parts(span.bucket)) for span in self.spans)
         return any(
             name in (own_name(part, tensor) for tensor in row.tensors) for parts in rows for part, row in parts.items()

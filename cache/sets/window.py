@@ -55,11 +55,17 @@ class Ranks(NamedTuple):
 
 
 def needed_shards(
-    data: TrainSet, schedule: BatchSchedule, caption_dropout: float, first: int, last: int
+    data: TrainSet,
+    schedule: BatchSchedule,
+    caption_dropout: float,
+    first: int,
+    last: int,
+    reads_null_text: bool = False,
 ) -> Iterator[Ints]:
     """Yield for each step from `first` to below `last` the numbers of the shards that all ranks together read, each
     once, in increasing order: the shards of latents, further kinds and references, of the captions chosen, and of the
-    null prompts that replace dropped captions. Memory: nothing per sample."""
+    null prompts that replace dropped captions. reads_null_text: whether each sample's null prompt is read, in addition
+    to its caption. Memory: nothing per sample."""
     index, texts = data.tables["index"], data.tables["texts"]
     prefixes = ["", *(f"{part}_" for part in (*data.kinds, *data.references))]
     parts, text_shards = [IntColumn(index[f"{prefix}shard"]) for prefix in prefixes], IntColumn(texts["shard"])
@@ -68,9 +74,12 @@ def needed_shards(
         stop = min(last, start + together)
         _, _, positions, rows, passes = schedule.plan(start, stop)
         steps = np.arange(start, stop).repeat(schedule.micro_batches_per_step)
-        texts_drawn = data.row_texts.draw(schedule.seed, caption_dropout, steps, positions, rows, passes).ravel()
-        shards = [part.take(rows.ravel()) for part in parts] + [np.full(len(texts_drawn), -1)]
-        shards[-1][texts_drawn != NO_TEXT] = text_shards.take(texts_drawn[texts_drawn != NO_TEXT])
+        texts = [data.row_texts.draw(schedule.seed, caption_dropout, steps, positions, rows, passes).ravel()]
+        texts += [data.row_texts.null(rows.ravel())] if reads_null_text else []
+        shards = [part.take(rows.ravel()) for part in parts]
+        for numbers in texts:
+            shards.append(np.full(len(numbers), -1))
+            shards[-1][numbers != NO_TEXT] = text_shards.take(numbers[numbers != NO_TEXT])
         for step_shards in np.stack(shards, 1).reshape(stop - start, -1):
             numbers = np.unique(step_shards)
             yield numbers[numbers >= 0]  # -1: fewer references, or a null prompt that the reader reports
@@ -84,15 +93,20 @@ class Section(NamedTuple):
 
 
 def list_sections(
-    data: TrainSet, schedule: BatchSchedule, caption_dropout: float, steps: range, least: int
+    data: TrainSet,
+    schedule: BatchSchedule,
+    caption_dropout: float,
+    steps: range,
+    least: int,
+    reads_null_text: bool = False,
 ) -> Iterator[Section]:
     """Yield the sections of a run's steps, with their shards. least: minimum number of steps in a section, except for
-    the last section of the run."""
+    the last section of the run. reads_null_text: see `needed_shards`."""
     start = steps.start
     for bound in schedule.section_ends(start) if steps else ():
         stop = min(bound, steps.stop)
         if stop - start >= least or stop == steps.stop > start:
-            needs = needed_shards(data, schedule, caption_dropout, start, stop)
+            needs = needed_shards(data, schedule, caption_dropout, start, stop, reads_null_text)
             shards = dict.fromkeys(number for numbers in needs for number in numbers.tolist())
             yield Section(range(start, stop), tuple(shards))
             start = stop
@@ -434,7 +448,9 @@ def open_window(
     window = Window(
         data.store,
         data.tables["shards"].column("path").to_pylist(),
-        lambda first: list_sections(data, schedule, settings.caption_dropout, range(first, steps.stop), least),
+        lambda first: list_sections(
+            data, schedule, settings.caption_dropout, range(first, steps.stop), least, settings.reads_null_text
+        ),
         folder,
         cache_limit(settings.local_cache, folder),
         settings.local_cache.downloads,

@@ -21,6 +21,7 @@ EngineName = Literal["local", "ray"]
 MOST_PREFETCH = 1_000_000
 CAPTION_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 CAPTION_MODEL_GB = 7.5  # size of its download
+PUBLISHED = "default"  # value of model.assistant: the flavour's published adapter
 MOST_READERS = 8  # more readers rarely make a disk faster
 
 
@@ -53,7 +54,7 @@ class Model(Section):
         None,
         min_length=1,
         description="LoRA file, or folder with one, for the training of a distilled checkpoint; samples are made "
-        "without it",
+        "without it; default: the adapter that is published for the flavour",
         json_schema_extra={"affects": "run"},
     )
 
@@ -71,6 +72,15 @@ class Model(Section):
         if flavour is not None and "family" in info.data:
             get_flavour(info.data["family"], flavour)
         return flavour
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.assistant == PUBLISHED and self.flavour_spec.assistant is None:
+            valid = [row.name for family in FAMILIES.values() for row in family.flavours.values() if row.assistant]
+            yield (
+                ("assistant",),
+                f"no adapter is published for {self.flavour_spec.name}, only for {', '.join(valid)}; set it to a LoRA "
+                "file, set model.flavour, or remove it",
+            )
 
     @property
     def family_spec(self) -> Family:

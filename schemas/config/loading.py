@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
+from schemas.config.encoding import PUBLISHED
 from schemas.config.pipeline import Config
 from schemas.config.prompt_library import LibraryPrompt, PromptLibraryError, read_prompts
 from schemas.config.section import ONE_TAG, PATTERNS, SEVERAL_TAG, InconsistentValues, Problem, Section
@@ -400,7 +401,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     _map_texts(config, ("root", "output"), absolute)
     config.setdefault("output", absolute("output"))
     _map_texts(config.get("model"), ("path",), absolute_if_exists)
-    _map_texts(config.get("model"), ("assistant",), absolute)
+    _map_texts(config.get("model"), ("assistant",), lambda text: text if text == PUBLISHED else absolute(text))
     for section in ("vision", "features", "caption", "masks"):
         _map_texts(config.get(section), ("model",), absolute_if_exists)
     _map_texts(config.get("train"), ("set",), lambda text: absolute(text) if "/" in text else text)

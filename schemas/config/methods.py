@@ -290,6 +290,23 @@ class Regularization(Method, json_schema_extra={"affects": "run"}):
             )
 
 
+class Guidance(Method, json_schema_extra={"affects": "run"}):
+    """Guidance loss, for checkpoints into which guidance was distilled."""
+
+    needs: ClassVar[Mapping[str, str]] = {
+        "null_text": "Run `latentpress index`: it makes a set with the null prompt of each sample."
+    }
+
+    scale: float = Field(3.5, ge=1, le=1000, description="guidance scale of the target; 1: the plain target")
+    below: float = Field(
+        0.15, ge=0, lt=1, description="noise level, before the shift, below which the target is the plain target"
+    )
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.scale == 1:
+            yield from idle_options(self, ("below",), "has no effect with scale: 1; raise that, or remove this")
+
+
 class Methods(Section):
     """Methods in addition to the plain flow-matching loss. A configured section turns its method on."""
 
@@ -303,3 +320,8 @@ class Methods(Section):
     @property
     def used(self) -> dict[str, Method]:
         return {name: settings for name, settings in self if settings is not None}
+
+
+def method_option(name: str) -> str:
+    """Return the key of a method's section in the configuration."""
+    return f"train.methods.{name}" if name in Methods.model_fields else f"train.{name}"

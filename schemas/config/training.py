@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from schemas.config.methods import Loss, Methods, Timesteps
+from schemas.config.methods import Guidance, Loss, Method, Methods, Timesteps, method_option
 from schemas.config.section import (
     LICENSE,
     MOST_STEPS,
@@ -375,6 +375,9 @@ class Train(Section, json_schema_extra={"affects": "run"}):
     caption_dropout: float = Field(0.1, ge=0, le=1, description="fraction of samples trained with the null prompt")
     reading: Reading = Field(Reading(), description="reading of shards")
     local_cache: LocalCache = Field(LocalCache(), description="local copies of shards from an object store")
+    guidance: Guidance | None = Field(
+        None, description="guided target, for checkpoints into which guidance was distilled"
+    )
     methods: Methods = Field(Methods(), description="methods in addition to the flow-matching loss")
     adapter: Adapter = Field(Adapter(), description="trained adapter, or full-rank training")
     optimizer: Optimizer = Field(Optimizer(), description="optimizer and learning rate")
@@ -404,6 +407,16 @@ class Train(Section, json_schema_extra={"affects": "run"}):
     )
 
     @property
+    def used_methods(self) -> dict[str, Method]:
+        """Name -> section of each configured method."""
+        return self.methods.used | ({"guidance": self.guidance} if self.guidance is not None else {})
+
+    @property
+    def reads_null_text(self) -> bool:
+        """Whether a method needs the null prompt of each sample."""
+        return any("null_text" in section.needs for section in self.used_methods.values())
+
+    @property
     def quantized(self) -> bool:
         """Whether base weights are stored in 8 or 4 bits."""
         return self.base_precision not in ("no_change", "bf16")
@@ -422,8 +435,9 @@ class Train(Section, json_schema_extra={"affects": "run"}):
             yield ("shift",), "is computed by timesteps.auto_shift; remove one of the two"
         if self.shift is not None and self.timesteps.sampling == "list":
             yield ("shift",), "has no effect with timesteps.sampling: list; remove it, or choose another sampling"
-        for method, section in self.methods.used.items():
-            yield from ((("methods", method), reason) for reason in section.find_conflicts(self))
+        for method, section in self.used_methods.items():
+            key = tuple(method_option(method).split(".")[1:])
+            yield from ((key, reason) for reason in section.find_conflicts(self))
         if not self.gradient_checkpointing and self.gradient_checkpointing_interval != 1:
             yield ("gradient_checkpointing_interval",), "has no effect with gradient_checkpointing: false; remove it"
         if self.compile == "none":

@@ -163,7 +163,7 @@ def _settings(config: Config) -> dict[str, Any]:
             value = getattr(value, name)
         if value is not None and not (config.train.adapter.type == "full" and key.startswith("train.adapter.")):
             rows[key] = str(value).lower() if isinstance(value, bool) else value
-    methods = ", ".join(config.train.methods.used)
+    methods = ", ".join(config.train.used_methods)
     return rows | ({"methods": methods} if methods else {})
 
 

@@ -27,10 +27,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cache.models.weights import PICKLE_SUFFIXES
+from cache.models.weights import PICKLE_SUFFIXES, call_hub
 from cache.store.json_checks import printable
+from schemas.activities import activity
 from schemas.catalog import FAMILIES
-from schemas.config.encoding import Model
+from schemas.config.encoding import PUBLISHED, Model
 from schemas.config.training import FILE_NAMES, Adapter, FileFormat
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import ComfyUINames
@@ -264,13 +265,27 @@ def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], mod
             )
 
 
+def find_assistant(model: Model) -> Path | None:
+    """The adapter file of `model.assistant`; None without one. A published adapter is fetched from the hub, unless it
+    is in the hub's cache. HubError if the hub can't be reached."""
+    if model.assistant != PUBLISHED:
+        return None if model.assistant is None else find_adapter(Path(model.assistant))
+    from huggingface_hub import hf_hub_download
+
+    published = model.flavour_spec.assistant
+    assert published is not None, "the configuration is checked"
+    with activity(f"fetching the assistant {published}"):
+        options = {"key": "model.assistant", "filename": published.file}
+        return Path(call_hub(hf_hub_download, published.repo, published.revision, **options))
+
+
 def read_assistant(model: Model) -> AdapterFile | None:
     """The adapter of `model.assistant`; None without one. AdapterError if it is not a LoRA, or was trained for another
     family."""
-    if model.assistant is None:
-        return None
     try:
-        adapter = read_adapter(Path(model.assistant))
+        if (path := find_assistant(model)) is None:
+            return None
+        adapter = read_adapter(path)
         check_family(adapter, model.family)
     except AdapterError as error:
         raise AdapterError(f"model.assistant: {error.message}", error.next_step) from error

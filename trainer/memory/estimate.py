@@ -118,7 +118,7 @@ def estimate_memory(
         if assistant := read_assistant(config.model):
             add_assistant(model, assistant, autocast or dtype)
         make_trainable(model, family, task, adapter, settings.weight_precision, scales)
-        modules = [module for method in make_methods(settings.methods.used).values() if (module := method.modules())]
+        modules = [module for method in make_methods(settings.used_methods).values() if (module := method.modules())]
     added = [weight for module in modules for weight in module.parameters()]
     kernels = KernelMode(autocast)
     blocks, idle = family.blocks(model, task), family.idle_blocks(model, task)

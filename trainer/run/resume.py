@@ -27,6 +27,7 @@ from cache.sets.trainset import TrainSet
 from cache.store.damage import DamageError
 from cache.store.files import explained
 from cache.store.json_checks import printable
+from schemas.config.methods import method_option
 from schemas.errors import DAMAGE, USAGE, LatentpressError
 from schemas.identity import hash_bytes
 from schemas.json_records import Record, read_record
@@ -231,14 +232,15 @@ def _describe_difference(key: str, saved: Any, current: Any) -> list[str]:
         lines = []
         for part in sorted(saved.keys() | current.keys()):
             if saved.get(part) != current.get(part):
-                lines += _describe_difference(f"{name}.{part}", saved.get(part), current.get(part))
+                option = method_option(part) if key == "methods" else f"{name}.{part}"
+                lines += _describe_difference(option, saved.get(part), current.get(part))
         return lines
     return [f"  {name}: {_format_value(key, saved)} in the checkpoint, {_format_value(key, current)} now"]
 
 
 def _format_value(key: str, value: Any) -> str:
     if key != "data":
-        nothing = "not used" if re.fullmatch(r"train\.methods\.\w+", key) else "default"
+        nothing = "not used" if re.fullmatch(r"train\.(methods\.\w+|guidance)", key) else "default"
         return nothing if value is None else printable(json.dumps(value))
     if not isinstance(value, dict):
         return "unknown"

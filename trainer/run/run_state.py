@@ -36,7 +36,7 @@ from schemas.config.methods import Method
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.geometry import Bucket
-from trainer.adapters.header import find_adapter
+from trainer.adapters.header import find_adapter, find_assistant
 from trainer.run.resume import (
     Checkpoint,
     CheckpointState,
@@ -63,7 +63,7 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
     """The part of a run's resume signature that configuration and training set determine. `trainer/setup/prepare.py`
     adds the terms of the transformer."""
     shards = config.train.shuffle_shards
-    needs = {name for method in config.train.methods.used.values() for name in method.needs}
+    needs = {name for method in config.train.used_methods.values() for name in method.needs}
     return config_signature(config) | {
         "data": data_signature(data, needs),
         "global batch": schedule.global_batch,
@@ -78,8 +78,8 @@ def _method_terms(methods: Mapping[str, Method]) -> dict[str, Any]:
 
 def config_signature(config: Config) -> dict[str, Any]:
     """The part of a run's resume signature that the configuration alone determines."""
-    init, assistant = config.train.adapter.init_from, config.model.assistant
-    optional: dict[str, Any] = {"assistant": file_checksum(find_adapter(Path(assistant)))} if assistant else {}
+    init, assistant = config.train.adapter.init_from, find_assistant(config.model)
+    optional: dict[str, Any] = {"assistant": file_checksum(assistant)} if assistant else {}
     if config.expert is not None:
         optional["expert"] = asdict(config.expert)
     return optional | {
@@ -88,7 +88,7 @@ def config_signature(config: Config) -> dict[str, Any]:
         "random numbers": RANDOM_NUMBERS,
         "seed": config.train.seed,
         "batch size": config.train.batch_size,
-        "methods": _method_terms(config.train.methods.used),
+        "methods": _method_terms(config.train.used_methods),
         "caption_dropout": config.train.caption_dropout,
         "shift": None if config.train.timesteps.auto_shift else train_shift(config.train, config.model, ""),
         "timesteps": config.train.timesteps.model_dump(mode="json"),

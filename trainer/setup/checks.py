@@ -78,7 +78,7 @@ def check_training(
         if is_stored and (folder := local_folder(config.model.source)):
             weights = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
             check_stored(folder / config.part, weights, type(model)._keys_to_ignore_on_load_unexpected or ())
-    sections = config.train.methods.used if data is None else used_methods(config.train, data)
+    sections = config.train.used_methods if data is None else used_methods(config.train, data)
     methods = make_methods(sections)
     # Without a set, the sizes of the methods' own weights are not known, and 1 takes their place.
     shapes: dict[str, tuple[int, ...]] = {name: (1,) for section in sections.values() for name in section.needs}

@@ -192,6 +192,7 @@ def prepare_run(
         console.log("train.parallel.strategy fsdp2: with a single process, the model is not sharded")
     draws = {"low_discrepancy": settings.timesteps.low_discrepancy, "draw_noise": device.type == "cpu"}
     memory: dict[str, Any] = {"reading": settings.reading, "is_pinned": pins_memory(device)}
+    memory["reads_null_text"] = settings.reads_null_text
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks, **draws, **memory)
     with activity("loading diffusers", at_once=True):
         family = module_of(config.model.family_spec)

@@ -184,10 +184,15 @@ def test_a_distilled_checkpoint_is_known_by_flavour_and_repository(tmp_path):
         with pytest.raises(CheckpointMismatch, match="z-image-turbo is distilled to few steps") as caught:
             check_distilled(model, remarks.append)
         assert "train z-image (Tongyi-MAI/Z-Image)" in caught.value.next_step
+        assert "model.assistant to default (ostris/zimage_turbo_training_adapter)" in caught.value.next_step
+        assert "train.guidance" in caught.value.next_step
+        check_distilled(model, remarks.append, is_guided=True)
     check_distilled(Model(family="z-image"), remarks.append)
     check_distilled(Model(family="z-image", flavour="z-image-turbo", assistant="file.safetensors"), remarks.append)
     check_distilled(Model(family="sana", path=str(tmp_path)), remarks.append)
     assert remarks == []
+    check_distilled(Model(family="z-image"), remarks.append, is_guided=True)
+    assert remarks.pop().startswith("train.guidance: Tongyi-MAI/Z-Image is not distilled")
     check_distilled(Model(family="z-image", path=str(tmp_path)), remarks.append)
     assert len(remarks) == 1 and "whether it is z-image-turbo" in remarks[0]
 

@@ -251,6 +251,10 @@ def test_needs_are_what_reading_opens(tmp_path: Path, form: str, shuffle_shards:
     for section in sections:
         assert set(section.shards) == opened_by_reading(data, schedule, section.steps)
     assert list(list_sections(data, schedule, DROPOUT, range(3, 3), 3)) == []
+    plain, dropped = (list(needed_shards(data, schedule, share, 3, 13)) for share in (0.0, 1.0))
+    guided = list(needed_shards(data, schedule, 0.0, 3, 13, reads_null_text=True))
+    wanted = [{*caption.tolist(), *null.tolist()} for caption, null in zip(plain, dropped, strict=True)]
+    assert [{*need.tolist()} for need in guided] == wanted != [{*need.tolist()} for need in plain]
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -155,9 +155,9 @@ def test_the_distilled_flow_map_is_refused_with_the_name_of_the_flavour_to_train
     for settings in refused:
         for assistant in ({}, {"assistant": "a.safetensors"}):
             with pytest.raises(CheckpointMismatch) as caught:
-                check_distilled(Model.model_validate(settings | assistant), lambda _: None)
+                check_distilled(Model.model_validate(settings | assistant), lambda _: None, is_guided=not assistant)
             assert "train klein-base (black-forest-labs/flux-3-image-klein-base)" in caught.value.next_step
-            assert "assistant" not in caught.value.next_step
+            assert "assistant" not in caught.value.next_step and "guidance" not in caught.value.next_step
     assert "flow_map in its transformer/config.json" in str(caught.value)
     with pytest.raises(CheckpointMismatch, match="flow_map = True"):
         check_transformer(Model.model_validate(CONFIG | {"path": str(tmp_path)}))

@@ -57,7 +57,7 @@ def tapping(monkeypatch: pytest.MonkeyPatch) -> Tapping:
 
 
 def test_every_method_has_a_section_of_its_own() -> None:
-    assert [*Methods.model_fields] == [*METHODS], "in the same order"
+    assert [*Methods.model_fields] == [name for name in METHODS if name != "guidance"], "in the same order"
 
 
 @pytest.mark.slow

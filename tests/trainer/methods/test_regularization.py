@@ -78,8 +78,9 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
 ) -> None:
     methods = ROLLOUT | ROUTE | {"crepa": {"block_index": 1}, "masked_loss": {"unmasked_weight": 0.5}}
     methods |= {"input_perturbation": {"decay_steps": 4}, "regularization": {}}
-    assert methods.keys() == METHODS.keys()
+    assert {*methods, "guidance"} == METHODS.keys()
     common = {
+        "guidance": {"scale": 2.0},
         "batch_size": 2,
         "caption_dropout": 0.3,
         "adapter": {"rank": 2},

@@ -1,21 +1,26 @@
 """An assistant affects training and the eval loss, and nothing else."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cache.models.weights import HubError
 from cache.sets.training_checks import check_model
+from schemas.catalog import FAMILIES
 from schemas.cli.console import Console
+from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from tests.trainer.pipelines import trained
 from tests.trainer.runs import LOADS, lines, moved, plain_batch, prepared, result, train
 from trainer.adapters.files import load_layers, merge_component
-from trainer.adapters.header import AdapterError, read_adapter, read_assistant
+from trainer.adapters.header import AdapterError, find_adapter, find_assistant, read_adapter, read_assistant
 from trainer.families.base import assistant_off
 from trainer.memory.estimate import estimate_memory
 from trainer.run.resume import ResumeError
+from trainer.run.run_state import config_signature
 from trainer.setup import export
 from trainer.setup.adapters import assistant_bytes
 
@@ -96,6 +101,33 @@ def test_the_prediction_of_memory_has_it(ready, assistant) -> None:
         estimate_memory(each, check_model(each, print), ["64x64"], 8) for each in (config, assisted(config, assistant))
     )
     assert ours.weights - plain.weights == assistant_bytes(prepared(assisted(config, assistant)).model) > 0
+
+
+def test_the_published_assistant_is_the_default_file_of_the_flavour(ready, assistant, tmp_path, monkeypatch) -> None:
+    """Read from the hub's cache without a network; the run is the same as with the file itself."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    flavours = FAMILIES[KIND].flavours
+    changed = {"assistant": "default", "flavour": "z-image-turbo"}
+    config = ready(KIND, adapter={"rank": 2})
+    turbo = config.model_copy(update={"model": config.model.model_copy(update=changed)})
+    with pytest.raises(HubError, match="ostris/zimage_turbo_training_adapter can't be reached") as caught:
+        find_assistant(turbo.model)
+    assert "set model.assistant to a local copy" in caught.value.next_step
+    published, commit = flavours["z-image-turbo"].assistant, "1234567890abcdef1234567890abcdef12345678"
+    folder = tmp_path / "hub" / f"models--{published.repo.replace('/', '--')}"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text(commit)
+    shutil.copy(find_adapter(assistant), snapshot / published.file)
+    assert find_assistant(turbo.model) == snapshot / published.file
+    assert config_signature(turbo)["assistant"] == config_signature(assisted(config, assistant))["assistant"]
+    assert read_assistant(turbo.model).layers.keys() == read_adapter(assistant).layers.keys()
+    for flavour in flavours.values():
+        if flavour.assistant is None:
+            with pytest.raises(ValueError, match=r"no adapter is published for z-image, only for .*krea-2-turbo"):
+                Model(family=KIND, flavour=flavour.name, assistant="default")
 
 
 def test_what_can_be_no_assistant_is_named(ready, tiny, tmp_path, capsys) -> None:
