@@ -99,7 +99,7 @@ def ask(request: Request, form: Form) -> str:
     if not is_running(folder):
         raise Refused("training is not running", "start it first")
     ask_trainer(folder, name)
-    return f"{name}: after the current step"
+    return f"training was asked for a {name}, which follows the current step"
 
 
 def find_first_steps(config: Config) -> dict[str, Any]:
