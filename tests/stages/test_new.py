@@ -108,7 +108,7 @@ def test_what_is_refused(photos: Path, call: Call) -> None:
         (("--yes", "--card", "small"), "--card"),
         (("--yes", "--time", "soon"), "--time"),
         (("--yes", "--family", "other"), "valid: "),
-        (("--yes", "--recipe", "other"), "valid: kandinsky-image-lora-16gb, "),
+        (("--yes", "--recipe", "other"), ", kandinsky-image-lora-16gb, "),
         (("--yes", "--recipe", "sana-lora-12gb", "--family", "sana"), "--recipe and --family"),
         (("--yes", "--recipe", "sana-lora-12gb", "--task", "editing"), "character or style or object"),
         (("--yes", "--set", "train.steps=many", "--card", "16"), "train.steps"),
