@@ -70,6 +70,8 @@ class SetWriter:
     shards: list[dict] = field(default_factory=list)
 
     def array(self, value: np.ndarray) -> Array:
+        if value.dtype == np.int32:
+            return Array.from_numpy(value)
         if self.dtype == "float32":
             return Array.from_numpy(value.astype(np.float32))
         bits = torch.from_numpy(value.astype(np.float32)).bfloat16().view(torch.uint16)
@@ -81,7 +83,11 @@ class SetWriter:
         for part in range(self.parts):
             unit = f"{kind}-{len(self.shards)}"
             meta = ShardMeta(kind, "f" * 24, unit, "")
-            columns = {name: self.dtype for _, tensors in rows for name in tensors}
+            columns = {
+                name: "int32" if tensor.dtype == np.int32 else self.dtype
+                for _, tensors in rows
+                for name, tensor in tensors.items()
+            }
             with open_writer(self.store, f"{kind}/{'f' * 24}/{unit}", meta, columns, self.form) as out:
                 for number, (id, tensors) in enumerate(rows[part :: self.parts]):
                     out.add(ShardRow(id, {name: self.array(value) for name, value in tensors.items()}))

@@ -5,7 +5,7 @@ A new family is a file of rows in `schemas/families/`, joined here, and its own 
 
 from dataclasses import dataclass
 
-from schemas.families import flux2, flux3, kandinsky5, krea2, qwen_image, sana, wan, z_image
+from schemas.families import flux2, flux3, kandinsky5, krea2, qwen_image, qwen_image_21, sana, wan, z_image
 from schemas.family import Family, Flavour
 from schemas.text_format import suggest
 
@@ -18,6 +18,7 @@ FAMILIES: dict[str, Family] = {
     **flux2.FAMILIES,
     **flux3.FAMILIES,
     **krea2.FAMILIES,
+    **qwen_image_21.FAMILIES,
 }
 
 

@@ -183,7 +183,11 @@ class Template:
     keeps_end: whether an over-long prompt loses the end of its caption and keeps the text after the caption; otherwise
     it loses its end. window: number whose multiples are the lengths of texts in the transformer, which reads padding up
     to the next multiple (or `max_length`): the padding tokens of a text have one state, which is stored once, after the
-    text's own tokens; None: the transformer reads no such padding.
+    text's own tokens; None: the transformer reads no such padding. is_normed: whether the states after the last layer
+    are normed by the text encoder's last norm. separator: text between the texts of two references. drops_images:
+    whether the states of images' tokens are not stored, because the transformer reads latents in their places; the
+    tensor `image_places` of a text has the number of its stored tokens before each image, and `max_length` does not
+    count the images' tokens.
     """
 
     name: str
@@ -202,6 +206,9 @@ class Template:
     sequential: bool = False
     keeps_end: bool = False
     window: int | None = None
+    is_normed: bool = True
+    separator: str = ""
+    drops_images: bool = False
 
     def render(self, cleaned: str, *, negative: bool = False) -> str:
         """The exact text that is tokenized for a caption. Some templates do not apply to negative and null prompts."""

@@ -194,6 +194,8 @@ def text_settings(model: Model, text: Text) -> Settings:
         settings["keeps_end"] = True
     if template.window is not None:
         settings["window"] = template.window
+    if not template.is_normed:
+        settings["is_normed"] = False
     if template.image_size is not None:
         settings |= {
             "resize": RESIZE,
@@ -202,6 +204,10 @@ def text_settings(model: Model, text: Text) -> Settings:
             "image_size": asdict(template.image_size),
         }
         settings |= {"reference": template.reference, "sequential": template.sequential}
+        if template.separator:
+            settings["separator"] = template.separator
+        if template.drops_images:
+            settings["drops_images"] = True
     elif template.with_image:
         settings |= {"resize": RESIZE, "color": COLOR, "image": PROMPT_IMAGE}
     return settings

@@ -1,9 +1,10 @@
-"""Qwen2-VL's processor, which the pipelines that put images into prompts have."""
+"""Qwen2-VL's and Qwen3-VL's processors, which the pipelines that put images into prompts have."""
 
 from pathlib import Path
 
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from stages.encoding.text.qwen_vl_images import QwenImageProcessor
 
@@ -20,3 +21,17 @@ class Processor(Qwen2VLProcessor):
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
         self.image_token_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
         self.video_token_id = self.tokenizer.convert_tokens_to_ids(self.video_token)
+
+
+class Processor3(Qwen3VLProcessor):
+    """Likewise of Qwen3-VL."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.image_processor = QwenImageProcessor.from_pretrained(folder)
+        self.video_processor, self.chat_template = None, self.tokenizer.chat_template
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id, self.video_token_id, self.vision_start_token_id, self.vision_end_token_id = (
+            self.tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+            for name in ("image_pad", "video_pad", "vision_start", "vision_end")
+        )

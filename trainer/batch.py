@@ -11,9 +11,10 @@ from schemas.devices import to_device
 from schemas.family import REFERENCE_PARTS
 
 SCALE = f"text.{tensor_checks.SCALE}"  # float32, factor of the numbers of each token, or of each token and layer
+IMAGE_PLACES, NULL_IMAGE_PLACES = (f"{part}.{tensor_checks.IMAGE_PLACES}" for part in ("text", "null"))
 NULL_LENGTHS = "null.lengths"  # (B,) int64, numbers of tokens of the null prompts
 #: Tensors that stay on the CPU, because Python code reads them.
-ON_HOST = frozenset({"regularization", NULL_LENGTHS})
+ON_HOST = frozenset({"regularization", NULL_LENGTHS, IMAGE_PLACES, NULL_IMAGE_PLACES})
 NULL_SCALE = f"null.{tensor_checks.SCALE}"
 TOKENWISE = ("text.embeds", SCALE, "null.embeds", NULL_SCALE)  # padded to the longest text of a batch
 #: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
@@ -28,10 +29,11 @@ class Batch:
     the source image (i2i). In batches from the data loader, tensors are on the host in the dtypes in which they are
     stored; `to` converts them. text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F".
     extras: additional tensors (B, ...) by the name of their encoding stage, such as "mask"; text tensors as
-    "text.<name>", including SCALE (B, L) or (B, L, layers) while text_BLD is in 8 bits; "regularization" (B,), bool,
-    which stays on the CPU, if the batch contains regularization data; references, under the names of their parts; the
-    null prompts' tensors as "null.<name>" and NULL_LENGTHS, if a method needs them (`with_null_text`).
-    lengths: number of tokens of each text; by default computed from the mask.
+    "text.<name>", including SCALE (B, L) or (B, L, layers) while text_BLD is in 8 bits, and IMAGE_PLACES
+    (B, references), int32, which stays on the CPU, if texts are stored without the states of their images;
+    "regularization" (B,), bool, which stays on the CPU, if the batch contains regularization data; references, under
+    the names of their parts; the null prompts' tensors as "null.<name>" and NULL_LENGTHS, if a method needs them
+    (`with_null_text`). lengths: number of tokens of each text; by default computed from the mask.
     """
 
     latents_BCTHW: torch.Tensor

@@ -27,7 +27,7 @@ def max_token_counts(model: Model, text: Text, texts: pa.Table) -> np.ndarray:
 
 
 def image_tokens(model: Model, texts: pa.Table) -> np.ndarray:
-    """Return (n,) number of tokens of the images in prompts; for references, an upper bound."""
+    """Return (n,) number of stored tokens of the images in prompts; for references, an upper bound."""
     if model.template.image_size is not None:
         return np.asarray(pc.list_value_length(texts.column("references"))).astype(np.int64) * reference_tokens(model)
     side = model.family_spec.image_token
@@ -38,9 +38,12 @@ def image_tokens(model: Model, texts: pa.Table) -> np.ndarray:
 
 
 def reference_tokens(model: Model) -> int:
-    """Return an upper bound for the tokens that a reference adds to a prompt; 0 if prompts do not have references."""
+    """Return an upper bound for the stored tokens that a reference adds to a prompt; 0 if prompts do not have
+    references."""
     size, side = model.template.image_size, model.family_spec.image_token
-    return 0 if size is None else REFERENCE_MARGIN_TOKENS + math.ceil(size.area / side**2)
+    if size is None:
+        return 0
+    return REFERENCE_MARGIN_TOKENS + (0 if model.template.drops_images else math.ceil(size.area / side**2))
 
 
 def image_buckets(texts: pa.Table) -> pa.DictionaryArray:

@@ -12,6 +12,8 @@ from schemas.geometry import Bucket
 #: its scale.
 SCALED_DTYPES = ("float8_e4m3fn", "int8")
 SCALE = "embeds_scale"
+#: int32 tensor of a text: number of its tokens before each of its references (`Template.drops_images`).
+IMAGE_PLACES = "image_places"
 SAMPLE = "sample"  # the part of a training set's row that comes from a latents shard
 
 
@@ -87,7 +89,9 @@ def find_shape_problems(
     """Return the reason why tensors with these names, shapes and dtypes can't be trained on; "" if they can. The other
     arguments are described in `find_tensor_problem`."""
     family, condition_frames = task[0], task[0].condition_frames(task[1])
-    needed = tuple(family.text_widths) if kind_of(part) == "text" else ()
+    needed: tuple[str, ...] = ()
+    if kind_of(part) == "text":
+        needed = (*family.text_widths, *[IMAGE_PLACES] * family.templates[task[1]].drops_images)
     if part == SAMPLE:
         needed = ("latent", "condition") if condition_frames != 0 else ("latent",)
     elif part == "condition":  # of a validation prompt: stored as the latent of a separate row
@@ -107,7 +111,10 @@ def find_shape_problems(
             return f"{name} {problem}"
         if shape and shape[-1] != widths.get(name, shape[-1]):
             return f"{name} has width {shape[-1]}, but the transformer reads width {widths[name]}"
-        if array.dtype not in INFINITY_BITS and not (name == "embeds" and array.dtype in SCALED_DTYPES):
+        if name == IMAGE_PLACES:
+            if (array.dtype, array.shape) != ("int32", (len(Bucket.parse(bucket).references),)):
+                return f"{name} is {array.dtype} of shape {shape} instead of int32 with one number for each reference"
+        elif array.dtype not in INFINITY_BITS and not (name == "embeds" and array.dtype in SCALED_DTYPES):
             return f"{name} is {array.dtype} instead of a floating-point dtype"
     return find_scale_problem(tensors)
 

@@ -25,7 +25,7 @@ from stages.encoding.model_loading import disable_progress_bars
 from stages.rehearsing.tiny_shapes import CLASSES, KINDS, SHAPES
 from stages.rehearsing.tiny_tokenizers import TOKENIZERS
 
-VISION_LANGUAGE = ("qwen", "qwen49")  # text encoders that read images, too
+VISION_LANGUAGE = ("qwen", "qwen49", "qwen3_vl_images")  # text encoders that read images, too
 
 # --- models ---
 
@@ -112,7 +112,10 @@ def _calibrate(vae: Any, part: str) -> None:
     import torch
 
     video = part not in ("flux_vae", "flux2_vae", "dc_ae")
-    clips_BCTHW = _smooth_clips((4, 3, 5 if video else 1, 128, 128))
+    has_alpha = part == "qwen_image_21_vae"
+    clips_BCTHW = _smooth_clips((4, 3, 5 if video and not has_alpha else 1, 128, 128))
+    if has_alpha:
+        clips_BCTHW = torch.nn.functional.pad(clips_BCTHW, (0, 0, 0, 0, 0, 0, 0, 1), value=1.0)
     last = vae.quant_conv if video or part == "flux2_vae" else vae.encoder.conv_out
     channels = vae.config.latent_channels if "latent_channels" in vae.config else vae.config.z_dim
     with torch.no_grad():
@@ -185,10 +188,10 @@ def make_model(
 
 def _write_tokenizers(kind: Any, out: Path, size: str, selected: Callable[[str], bool]) -> None:
     for component, part in kind.components.items():
-        name = component.replace("text_encoder", "tokenizer")
+        name = component.replace("text_encoder", kind.tokenizer)
         if part not in TOKENIZERS or not selected(name):
             continue
-        TOKENIZERS[part]().save_pretrained(out / (component if kind.repo else name))
+        TOKENIZERS[part]().save_pretrained(out / name)
         if part == "clip_model":
             from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -198,6 +201,10 @@ def _write_tokenizers(kind: Any, out: Path, size: str, selected: Callable[[str],
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
             edges = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
+            if part == "qwen3_vl_images":
+                edges = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16384}
+                Qwen2VLImageProcessorPil(size=edges, patch_size=16).save_pretrained(out / name)
+                continue
             Qwen2VLImageProcessorPil(size=edges).save_pretrained(out / name)
             if "processor" in kind.index and selected("processor"):
                 Qwen2VLImageProcessorPil(size=edges).save_pretrained(out / "processor")
@@ -217,7 +224,7 @@ def _write_pipeline_files(kind: Any, out: Path, with_scheduler: bool) -> None:
     for component, part in kind.components.items():
         if part in TOKENIZERS:
             name = "Qwen2VLProcessor" if part in VISION_LANGUAGE else type(TOKENIZERS[part]()).__name__
-            index[component.replace("text_encoder", "tokenizer")] = ["transformers", name]
+            index[component.replace("text_encoder", kind.tokenizer)] = ["transformers", name]
     index |= {"scheduler": ["diffusers", kind.scheduler_class]} | kind.index
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
@@ -255,7 +262,7 @@ def build(
         if value not in valid:
             raise ValueError(f"{value!r} is unknown; choose one of {', '.join(valid)}")
     spec, out = KINDS[kind], Path(out)
-    names = {*spec.components, *(name.replace("text_encoder", "tokenizer") for name in spec.components), "scheduler"}
+    names = {*spec.components, *(name.replace("text_encoder", spec.tokenizer) for name in spec.components), "scheduler"}
     if unknown := set(only or ()) - names:
         raise ValueError(
             f"{kind} does not have components {sorted(unknown)}; choose from {', '.join(sorted(names - {''}))}"

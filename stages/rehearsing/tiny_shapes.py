@@ -18,8 +18,8 @@ _KANDINSKY_TINY = _KANDINSKY | {
 _IMAGE_SHAPES, _VIDEO_SHAPES, _SANA_SHAPES, _Z_IMAGE_SHAPES, _WAN_SHAPES, _WAN_5B_SHAPES = (
     FAMILIES[name].shapes for name in ("kandinsky5-image", "kandinsky5-video", "sana", "z-image", "wan2.1", "wan2.2-5b")
 )
-_QWEN_IMAGE_SHAPES, _FLUX2_SHAPES, _FLUX3_SHAPES, _KREA2_SHAPES = (
-    FAMILIES[name].shapes for name in ("qwen-image", "flux2-klein", "flux3", "krea2")
+_QWEN_IMAGE_SHAPES, _QWEN_IMAGE_21_SHAPES, _FLUX2_SHAPES, _FLUX3_SHAPES, _KREA2_SHAPES = (
+    FAMILIES[name].shapes for name in ("qwen-image", "qwen-image-2.1", "flux2-klein", "flux3", "krea2")
 )
 _TINY_VAE = {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
 _WAN_TINY = {
@@ -61,6 +61,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "joint_attention_dim": 64,
         },
         "qwen_image_vae": {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1},
+        "qwen_image_21": {
+            "num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 32, "axes_dims_rope": (8, 12, 12),
+            "context_in_dim": 64,
+        },
+        "qwen_image_21_vae": {"base_dim": 8, "decoder_base_dim": 8, "dim_mult": [1, 2, 2, 2, 2], "num_res_blocks": 1},
         "wan": _WAN_TINY,
         "wan_5b": _WAN_TINY | _48_CHANNELS,
         "wan_vae": _WAN_VAE_TINY,
@@ -135,6 +140,19 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             },
             "tie_word_embeddings": True,
         },
+        "qwen3_vl_images": {  # more layers than those to which features of images are added
+            "text_config": {
+                "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
+                "num_key_value_heads": 1, "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True,
+                },
+            },
+            "vision_config": {
+                "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 64,
+            },
+        },
         "dinov2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 112},
     },
     "true": {
@@ -144,6 +162,9 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "z_image": dict(_Z_IMAGE_SHAPES["transformer"]),
         "qwen_image": dict(_QWEN_IMAGE_SHAPES["transformer"]),
         "qwen_image_vae": dict(_QWEN_IMAGE_SHAPES["vae"]),
+        "qwen_image_21": dict(_QWEN_IMAGE_21_SHAPES["transformer"]),
+        "qwen_image_21_vae": dict(_QWEN_IMAGE_21_SHAPES["vae"]),
+        "qwen3_vl_images": dict(_QWEN_IMAGE_21_SHAPES["text_encoder"]),
         "wan": dict(_WAN_SHAPES["transformer"]),
         "wan_5b": {**_WAN_5B_SHAPES["transformer"], **_48_CHANNELS},
         "wan_vae": dict(_WAN_SHAPES["vae"]),
@@ -192,6 +213,8 @@ CLASSES = {
     "z_image": ("diffusers", "ZImageTransformer2DModel", None),
     "qwen_image": ("diffusers", "QwenImageTransformer2DModel", None),
     "qwen_image_vae": ("diffusers", "AutoencoderKLQwenImage", None),
+    "qwen_image_21": ("diffusers", "QwenImage21Transformer2DModel", None),
+    "qwen_image_21_vae": ("diffusers", "AutoencoderKLQwenImage21", None),
     "wan": ("diffusers", "WanTransformer3DModel", None),
     "wan_5b": ("diffusers", "WanTransformer3DModel", None),
     "wan_vae": ("diffusers", "AutoencoderKLWan", None),
@@ -213,6 +236,7 @@ CLASSES = {
     "qwen3_deep": ("transformers", "Qwen3ForCausalLM", "Qwen3Config"),
     "qwen3_vl": ("transformers", "Qwen3VLModel", "Qwen3VLConfig"),
     "qwen3_vl_chat": ("transformers", "Qwen3VLForConditionalGeneration", "Qwen3VLConfig"),
+    "qwen3_vl_images": ("transformers", "Qwen3VLForConditionalGeneration", "Qwen3VLConfig"),
     "dinov2": ("transformers", "Dinov2Model", "Dinov2Config"),
 }
 
@@ -222,7 +246,7 @@ class CheckpointKind:
     """A kind of checkpoint. pipeline: class in diffusers, None for a single model. components: subfolder -> row of
     SHAPES. transformer: further configuration of each transformer. scheduler: further configuration of the scheduler.
     scheduler_class: class in diffusers. index: further entries of model_index.json. repo: for a modular pipeline, the
-    repository in its index; it has no scheduler, and its tokenizer is in the text encoder's folder."""
+    repository in its index; it has no scheduler. tokenizer: folder of the tokenizer."""
 
     pipeline: str | None
     components: dict[str, str]
@@ -231,6 +255,7 @@ class CheckpointKind:
     scheduler_class: str = "FlowMatchEulerDiscreteScheduler"
     index: dict[str, Any] = field(default_factory=dict)
     repo: str | None = None
+    tokenizer: str = "tokenizer"
 
 
 _QWEN_CLIP = {"text_encoder": "qwen", "text_encoder_2": "clip"}
@@ -282,6 +307,14 @@ KINDS = {
         )
         for family in ("qwen-image-edit", "qwen-image-edit-plus")
     },
+    "qwen-image-2.1": CheckpointKind(
+        FAMILIES["qwen-image-2.1"].pipelines["t2i"],
+        {"transformer": "qwen_image_21", "vae": "qwen_image_21_vae", "text_encoder": "qwen3_vl_images"},
+        {},
+        _QWEN_IMAGE_SCHEDULER,
+        index={"processor": ["transformers", "Qwen3VLProcessor"]},
+        tokenizer="processor",
+    ),
     "wan2.1-t2v": CheckpointKind(
         FAMILIES["wan2.1"].pipelines["t2v"], _WAN, {}, _UNIPC, "UniPCMultistepScheduler", _ONE_EXPERT
     ),
@@ -319,6 +352,7 @@ KINDS = {
         FAMILIES["flux3"].pipelines["t2i"],
         {"transformer": "flux3", "vae": "flux2_vae", "text_encoder": "qwen3_vl_chat"},
         repo=FAMILIES["flux3"].flavours["klein-base"].repo,
+        tokenizer="text_encoder",
     ),
     "krea2": CheckpointKind(
         FAMILIES["krea2"].pipelines["t2i"],

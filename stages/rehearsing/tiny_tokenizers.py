@@ -47,6 +47,13 @@ QWEN3_CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+# The part of Qwen3-VL's chat template for messages that consist of texts.
+QWEN3_VL_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+# With these words, the system turn of Qwen-Image-2.1 has 14 tokens, as in Qwen's vocabulary.
+QWEN_IMAGE_21_WORDS = ("assistant", "Com", "pre", "hend", " analyze", " provided", " prompt")
 TEMPLATE_TASKS: tuple[tuple[str, Task], ...] = (
     ("kandinsky5-video", "t2v"),
     ("kandinsky5-image", "t2i"),
@@ -182,6 +189,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen49": partial(qwen_tokenizer, 49),
     "qwen3_vl": partial(qwen_tokenizer, words=("assistant",)),  # the template's end has 5 tokens, as in the pipeline
     "qwen3_vl_chat": partial(qwen_tokenizer, words=("assistant",), chat_template=QWEN3_CHAT),
+    "qwen3_vl_images": partial(qwen_tokenizer, words=QWEN_IMAGE_21_WORDS, chat_template=QWEN3_VL_CHAT),
     "qwen3": partial(qwen_tokenizer, chat_template=QWEN3_CHAT),
     "qwen3_deep": partial(qwen_tokenizer, chat_template=QWEN3_CHAT),
     "clip": clip_tokenizer,

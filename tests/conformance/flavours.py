@@ -59,6 +59,21 @@ def qwen_edit_text(pipe: Any, caption: str, images: Sequence[Any], negative: boo
     return embeds_BLD[0], None
 
 
+def qwen_21_text(pipe: Any, caption: str, images: Sequence[Any], negative: bool) -> tuple[Any, None]:
+    """Its states of text tokens. Images are resized as by the pipeline's call. The pipeline does not cut a caption."""
+    module, resized = importlib.import_module(type(pipe).__module__), None
+    if images:
+        sizes = [module.calculate_dimensions(1024 * 1024, image.width / image.height)[:2] for image in images]
+        pairs = zip(images, sizes, strict=True)
+        resized = [pipe.image_processor.resize(image.convert("RGBA"), height=h, width=w) for image, (w, h) in pairs]
+    ids = pipe.processor.tokenizer(caption)["input_ids"]
+    room = QWEN_21_LONGEST - len(pipe.processor.tokenizer(pipe.prompt_template_t2i.format(""))["input_ids"]) + 14
+    caption = pipe.processor.tokenizer.decode(ids[:room]) if len(ids) > room else caption
+    embeds_BLD, mask, is_image_BL = pipe.encode_prompt(caption, image=resized, device="cpu")
+    assert mask is None, "one prompt has no padding"
+    return embeds_BLD[~is_image_BL], None
+
+
 def z_image_text(pipe: Any, caption: str, images: Sequence[Any], negative: bool) -> tuple[Any, None]:
     return pipe.encode_prompt(caption, device="cpu", do_classifier_free_guidance=False)[0][0], None
 
@@ -185,13 +200,32 @@ def small_references(patch: Patch, family: Family) -> None:
     patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", smaller)
 
 
+def small_references_21(patch: Patch, family: Family) -> None:
+    """Likewise of Qwen-Image-2.1."""
+    from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
+
+    condition, template = family.conditions["i2i"], family.templates["i2i"]
+    assert condition.size is not None and condition.size == template.image_size
+    size = replace(condition.size, area=128**2)
+    conditions = {"i2i": replace(condition, size=size)}
+    templates = {**family.templates, "i2i": replace(template, image_size=size)}
+    patch.setitem(FAMILIES, family.name, replace(family, conditions=conditions, templates=templates))
+    whole, expected = pipeline_qwenimage21.calculate_dimensions, condition.size.area
+
+    def smaller(area: int, ratio: float) -> tuple:
+        assert area == expected
+        return whole(size.area, ratio)
+
+    patch.setattr(pipeline_qwenimage21, "calculate_dimensions", smaller)
+
+
 @dataclass(frozen=True)
 class Row:
     """family, flavour: names in the catalog. text, latents, layout, patch: see the functions above. checkpoint: kind of
     `examples/tiny_models.py`; None: the row's own name. frames: frames of its clips. longest: value of text.max_length;
     None: the template's. roundings: largest error of a text state in bfloat16, in roundings of a number.
     same_in_bfloat16: whether a sample in bfloat16 equals the pipeline's in every bit. refused: training method -> a
-    part of the reason for which the family rejects it. is_long: whether the row is checked in the long form alone,
+    part of the reason for which the family rejects it. has_alpha: whether pixels of the autoencoder have alpha. is_long: whether the row is checked in the long form alone,
     because another row has the same classes.
     """
 
@@ -207,6 +241,7 @@ class Row:
     same_in_bfloat16: bool = False
     patch: Callable[[Patch, Family], None] = lambda patch, family: None
     refused: Mapping[str, str] = field(default_factory=dict)
+    has_alpha: bool = False
     is_long: bool = False
 
     @property
@@ -227,6 +262,11 @@ def _edit(family: str, flavour: str, **more: Any) -> Row:
     return Row(family, flavour, qwen_edit_text, by_channel, tokens_of_squares, patch=small_references, **more)
 
 
+def _qwen_21(flavour: str, **more: Any) -> Row:
+    options = {"checkpoint": "qwen-image-2.1", "longest": QWEN_21_LONGEST, "patch": small_references_21}
+    return Row("qwen-image-2.1", flavour, qwen_21_text, by_channel, tokens, has_alpha=True, **options, **more)
+
+
 def _wan(family: str, flavour: str, **more: Any) -> Row:
     return Row(family, flavour, wan_text, by_channel, as_they_are, **more)
 
@@ -243,6 +283,7 @@ def _flux3(flavour: str, **more: Any) -> Row:
     return Row("flux3", flavour, flux3_text, in_squares, tokens, **options, **more)
 
 
+QWEN_21_LONGEST = 1000  # tokens
 FLUX3_LONGEST = 960  # tokens: a multiple of 80
 _LOW_EXPERT = {"scheduled_sampling": "set train.experts to high"}  # its rollouts begin with more noise
 #: Name of the row, by which tests ask for a project, a checkpoint or a transformer of it -> row.
@@ -258,6 +299,8 @@ ROWS = {
     ),
     "qwen-image-edit": _edit("qwen-image-edit", "qwen-image-edit", is_long=True),
     "qwen-image-edit-plus": _edit("qwen-image-edit-plus", "qwen-image-edit-2511"),
+    "qwen-image-2.1": _qwen_21("qwen-image-2.1"),
+    "qwen-image-2.1-i2i": _qwen_21("qwen-image-2.1-i2i"),
     "wan2.1-t2v": _wan("wan2.1", "t2v-1.3b", is_long=True),
     "wan2.2-5b-t2v": _wan("wan2.2-5b", "t2v-5b", is_long=True),
     "wan2.2-5b-i2v": _wan("wan2.2-5b", "i2v-5b"),

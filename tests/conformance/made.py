@@ -25,7 +25,7 @@ from schemas.geometry import Bucket
 from stages import bucket, discover, encode_latents, encode_text, index
 from tests.conformance.flavours import ROWS, Row
 from tests.project import make_project
-from tests.qwen_processor import Processor
+from tests.qwen_processor import Processor, Processor3
 from tests.trainer.conftest import mixed_items
 from tests.trainer.methods.test_crepa import with_features
 from trainer.__main__ import run as train
@@ -64,7 +64,10 @@ class Made:
             cache={"unit_mib": 1.0},
             latents={"posterior": "mode"} if spec.posterior else {},
             text={"max_length": row.longest} if row.longest else {},
-            validation={"size": self.size, "steps": STEPS, "every": TRAINED, "eval_samples": 0, "prompts": [prompt]},
+            validation={
+                "size": self.size, "steps": STEPS, "every": TRAINED, "eval_samples": 0, "prompts": [prompt],
+                **({"guidance": 4.0} if spec.guidance <= self.family.UNGUIDED_SCALE else {}),
+            },
             train={
                 "steps": TRAINED, "batch_size": 2, "device": "cpu", "threads": 1, "checkpoint_every": 1,
                 "optimizer": {"lr": 5e-3, "warmup": 0},
@@ -226,7 +229,9 @@ def load_pipeline(row: Row, folder: Path, texts: bool = True, dtype: torch.dtype
         return Flux3Pipeline.of(folder, texts, dtype)
     if not texts:
         parts = dict.fromkeys(spec.text_components)
-    elif "torchvision" in spec.pipeline_packages:
+    if "tokenizer" not in spec.text_components:  # the pipeline asks its processor for the length of its instruction
+        parts["processor"] = Processor3(folder / "processor")
+    elif texts and "torchvision" in spec.pipeline_packages:
         name = "processor" if "processor" in spec.text_components else "tokenizer"
         parts[name] = Processor(folder / "tokenizer", folder / name)
     cls = getattr(diffusers, spec.pipelines[row.task])

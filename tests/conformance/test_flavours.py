@@ -19,7 +19,7 @@ from schemas.geometry import Bucket
 from stages.encoding.text.base import TextRequest, load_text_encoder
 from stages.encoding.vae.base import load_autoencoder
 from stages.media.sample_reader import normalize_pixels
-from tests.conformance.flavours import ROWS
+from tests.conformance.flavours import ROWS, tokens
 from tests.conformance.made import CPU, STEPS, TRAINED, Made, picture
 from tests.forms import long
 from tests.trainer.families.batches import by_batch_and_alone, sample_losses
@@ -152,7 +152,7 @@ def test_latents_are_the_pipelines_and_are_decoded_as_by_it(made: Made, record_p
     """A sample of the posterior by its seed, alone and in a batch, and its moments."""
     config, spec, vae, seeds = made.home.config(), made.row.spec, made.pipe.vae, (3, 2**62 + 5)
     ours = load_autoencoder(config.model, config.latents, CPU)
-    has_time = any(isinstance(part, torch.nn.Conv3d) for part in vae.modules())
+    has_time = any(isinstance(part, torch.nn.Conv3d) for part in vae.modules()) or "z_dim" in vae.config
     largest = 0.0
     for count in (1, made.row.frames) if spec.video else (1,):
         pixels = torch.from_numpy(np.stack([normalize_pixels(clip(count, seed)) for seed in range(2)]))
@@ -164,11 +164,13 @@ def test_latents_are_the_pipelines_and_are_decoded_as_by_it(made: Made, record_p
         assert together.shape[1:] == (spec.latent_channels, *shape)
         for number, seed in enumerate(seeds):
             one = pixels[[number]] if has_time else pixels[[number], :, 0]
+            if made.row.has_alpha:
+                one = torch.cat([one, torch.ones_like(one[:, :1])], 1)
             with torch.no_grad():
                 encoded = vae.encode(one)
                 mode = encoded.latent_dist.mode() if spec.posterior else encoded.latent
                 drawn = encoded.latent_dist.sample(generator(seed)) if spec.posterior else mode
-                shown = vae.decode(mode).sample
+                shown = vae.decode(mode).sample[:, :3]
                 deviation = encoded.latent_dist.std if spec.posterior else torch.zeros_like(mode)
             raw = [each if has_time else each[:, :, None] for each in (drawn, mode, mode + deviation)]
             wanted, wanted_mean, beside = (made.row.latents(vae, each) for each in raw)
@@ -272,7 +274,7 @@ def test_blocks_compute_the_tokens_of_the_grid_in_their_order(made: Made) -> Non
         made.family.predict(model, batch.latents_BCTHW, torch.full((2,), 0.5), batch, made.row.task)
     assert [block for block, _ in called] == blocks
     grid, visual, (_, shape) = family.token_grid(model, batch), family.visual_blocks(model), called[-1]
-    edge = made.row.spec.side_multiple // made.row.spec.spatial_stride
+    edge = 1 if made.row.layout is tokens else made.row.spec.side_multiple // made.row.spec.spatial_stride
     assert (grid.frames, grid.rows, grid.columns) == (batch.latents_BCTHW.shape[2], 4 // edge, 4 // edge)
     assert shape[:-1].numel() >= 2 * grid.tokens and shape[-1] == family.hidden_size(model)
     assert [block for block in blocks if block in visual] == visual and blocks[-1] in visual

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cache.shards.tensor_checks import IMAGE_PLACES
 from examples.tiny_sets import Item, Prompt, Tensors, latent, write_set
 from schemas.cli.console import Options, run_program
 from schemas.config.pipeline import Config
@@ -59,11 +60,14 @@ def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[It
         buckets = ("64x64+48x32+64x48", "96x64+32x64")
         if config.model.condition.most == 1:
             buckets = ("64x64+48x32", "96x64+32x64")
+        if config.model.template.drops_images:  # the null prompt has the places of two references
+            buckets = ("64x64+64x32+32x64", "96x64+32x64+64x64")
     items = []
     for number in range(count):
         x0 = latent(rng, config, buckets[number % 3 == 2])
-        texts = [caption(rng, int(rng.integers(2, 9)), pooled, width) for _ in range(1 + number % 2)]
         bucket = buckets[number % 3 == 2]
+        places = place_images(config, bucket)
+        texts = [caption(rng, int(rng.integers(2, 9)), pooled, width) | places for _ in range(1 + number % 2)]
         conditions = {"first-frame": x0[:, :clean_frames]}
         if kind == "source":
             conditions["source"] = rng.normal(size=x0.shape).astype(np.float32)
@@ -71,9 +75,16 @@ def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[It
         references = [latent(rng, config, f"{width}x{height}") for width, height in sizes]
         items.append(Item(bucket, x0, texts, conditions.get(kind), references=references))
     condition = {"first-frame": items[0].latent[:, :clean_frames], "source": items[0].latent}.get(kind)
-    text = caption(rng, 5, pooled, width)
+    text = caption(rng, 5, pooled, width) | place_images(config, buckets[0])
     prompt = Prompt("one", buckets[0].partition("+")[0], text, condition, items[0].references)
-    return items, caption(rng, 2, pooled, width), [prompt]
+    return items, caption(rng, 2, pooled, width) | place_images(config, buckets[0]), [prompt]
+
+
+def place_images(config: Config, bucket: str) -> Tensors:
+    """The places of a bucket's references in a text of two tokens or more, if the family stores them."""
+    count = len(Bucket.parse(bucket).references)
+    places = np.minimum(np.arange(1, count + 1), 2).astype(np.int32)
+    return {IMAGE_PLACES: places} if config.model.template.drops_images else {}
 
 
 @pytest.fixture(scope="session")

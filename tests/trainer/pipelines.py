@@ -13,6 +13,7 @@ from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DMo
 from diffusers.models.transformers.transformer_flux3 import Flux3Transformer2DModel
 from diffusers.models.transformers.transformer_krea2 import Krea2Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Transformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from safetensors.torch import load_file
@@ -21,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from schemas.config.training import Adapter
 from schemas.family import REFERENCE_PARTS
 from tests.conformance.flavours import ROWS
-from trainer.batch import Batch, text_mask
+from trainer.batch import IMAGE_PLACES, Batch, text_mask
 from trainer.families.base import module_of
 from trainer.families.kandinsky5 import Kandinsky5, MaskedAttnProcessor
 from trainer.setup import adapters
@@ -51,6 +52,8 @@ def make_batch(
     elif condition:
         for number, part in enumerate(REFERENCE_PARTS[: min(2, condition.most)]):
             extras[part] = random(count, spec.latent_channels, 1, 4, 6 - 2 * number, seed=seed + 5 + number)
+    if spec.templates[row.task].drops_images:
+        extras[IMAGE_PLACES] = torch.tensor([[1, 2]] * count, dtype=torch.int32)
     ids = [str(number) for number in range(count)]
     return Batch(random(*shape, seed=seed + 2), given, text, mask, pooled, ids, "32x32@1", extras)
 
@@ -127,6 +130,9 @@ def comfyui_names(model: torch.nn.Module, name: str) -> list[str]:
         return [f"diffusion_model.{name.replace('attn.to_out.0', 'attn_out')}"]
     if isinstance(model, Flux2Transformer2DModel):
         return [f"transformer.{name}", flat]
+    if isinstance(model, QwenImage21Transformer2DModel):  # its feed-forwards are parts of a weight there
+        fused = re.search(r"\.img_mlp\.(gate_layer|proj)$", name)
+        return [f"transformer.{name}", name, flat, *([] if fused else [f"diffusion_model.{name}"])]
     mapped = isinstance(model, Krea2Transformer2DModel | QwenImageTransformer2DModel | ZImageTransformer2DModel)
     return [f"diffusion_model.{name}", f"transformer.{name}", *([flat] if mapped else [])]
 

@@ -23,7 +23,7 @@ from schemas.family import REFERENCE_PARTS, Family
 from schemas.geometry import Bucket
 from trainer import flow
 from trainer.adapters.header import read_assistant, read_initial
-from trainer.batch import Batch
+from trainer.batch import IMAGE_PLACES, Batch
 from trainer.families.base import ModelFamily, module_of
 from trainer.memory.meter import (
     META,
@@ -270,13 +270,16 @@ def step_memory(
 
 
 def make_batch(model: Any, section: Model, size: int, bucket: str, text_length: int) -> Batch:
-    """Make a batch of `size` samples on the meta device, except the texts' mask, whose values are read."""
+    """Make a batch of `size` samples on the meta device, except masks and places, whose values are read."""
     spec, task = section.family_spec, section.task
     widths = spec.read_text_widths(model.config)
     latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(spec, bucket), device=META)
     frames, references, stride = spec.condition_frames(task), Bucket.parse(bucket).references, spec.spatial_stride
     condition_BCTHW = latents_BCTHW[:, :, :frames].clone() if frames != 0 else None
     shapes = [(size, spec.latent_channels, 1, height // stride, width // stride) for width, height in references]
+    extras = {part: torch.empty(shape, device=META) for part, shape in zip(REFERENCE_PARTS, shapes, strict=False)}
+    if spec.templates[task].drops_images:
+        extras[IMAGE_PLACES] = torch.zeros(size, len(references), dtype=torch.int32, device="cpu")
     return Batch(
         latents_BCTHW,
         condition_BCTHW,
@@ -285,5 +288,5 @@ def make_batch(model: Any, section: Model, size: int, bucket: str, text_length: 
         torch.empty(size, widths["pooled"], device=META) if "pooled" in widths else None,
         ["sample"] * size,
         bucket,
-        {part: torch.empty(shape, device=META) for part, shape in zip(REFERENCE_PARTS, shapes, strict=False)},
+        extras,
     )

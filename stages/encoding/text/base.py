@@ -59,7 +59,8 @@ class TextResult:
 
     embeds: (L, D), real tokens only, unless the template is padded. pooled: (D2,), or None if the family has no pooled
     vector. tokens: L without the limit on the length. kept: L. clip_tokens: number of the caption's tokens for CLIP
-    before they are cut to CLIP_MAX_TOKENS; None without CLIP.
+    before they are cut to CLIP_MAX_TOKENS; None without CLIP. image_places: (references,), int32, number of tokens in
+    embeds before each image, if the template drops the tokens of images; otherwise None.
     """
 
     embeds: torch.Tensor
@@ -67,6 +68,7 @@ class TextResult:
     tokens: int
     kept: int
     clip_tokens: int | None = None
+    image_places: torch.Tensor | None = None
 
 
 class RequestError(MediaError):
@@ -131,6 +133,10 @@ class TextEncoder(ABC, Generic[Reader]):
         """Number of the caption's tokens for CLIP without the limit; None without CLIP."""
         return None
 
+    def _image_places(self, prompt: Any) -> torch.Tensor | None:
+        """See TextResult."""
+        return None
+
     def queue(self, batch: Sequence[Any]) -> Callable[[], list[TextResult]]:
         """Queue a batch of prepared requests on the device. The returned function waits for the results."""
         embeds, pooled_BD = self._compute(batch)
@@ -147,6 +153,7 @@ class TextEncoder(ABC, Generic[Reader]):
                     len(embeds_LD) + prompt.untruncated - len(prompt.ids),
                     len(embeds_LD),
                     self._clip_tokens(prompt),
+                    self._image_places(prompt),
                 )
                 for row, (prompt, embeds_LD) in enumerate(texts)
             ]

@@ -49,6 +49,13 @@ class PrefixCroppedEncoder(TextEncoder[PrefixCachedModel]):
             problem = f"it has {len(ids)} tokens with its template, of which the first {self.crop} are removed"
             raise request_error("no-tokens", request, problem, "use the tokenizer of the checkpoint's own repository")
 
+    def _cut(self, ids: list[int], limit: int) -> list[int]:
+        """At most `limit` ids of a prompt, see `Template.keeps_end`. Call it with the lock."""
+        if len(ids) <= limit:
+            return ids
+        end = self._ids(self.template.text.split("{}")[1]) if self.template.keeps_end else []
+        return ids[: limit - len(end)] + end
+
     def _embed(
         self, batch: Sequence[PreparedPrompt], extras: Sequence[torch.Tensor] = ()
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -69,12 +76,10 @@ class PromptEncoder(PrefixCroppedEncoder):
 
     def prepare(self, request: TextRequest) -> PreparedPrompt:
         assert not request.images, f"{self.template.name} takes no image"
-        text, kept = self.template.render(request.text, negative=request.negative), self.crop + self.max_length
         with self._lock:
-            ids = self._ids(text)
-            end = self._ids(self.template.text.split("{}")[1]) if self.template.keeps_end and len(ids) > kept else []
+            ids = self._ids(self.template.render(request.text, negative=request.negative))
+            prompt_ids = self._cut(ids, self.crop + self.max_length)
         self._check_length(ids, request)
-        prompt_ids = ids if len(ids) <= kept else ids[: kept - len(end)] + end
         return PreparedPrompt(prompt_ids, self._reader.shared_length(prompt_ids), len(ids))
 
     def _compute(self, batch: Sequence[PreparedPrompt]) -> tuple[list[torch.Tensor], None]:

@@ -3,7 +3,7 @@ computed once and replace the placeholders."""
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -104,6 +104,12 @@ class CachedImageProcessor:
         patches = self._images.get_number_of_image_patches(image.height, image.width)
         return patches // self._images.merge_size**2
 
+    def is_resized(self, image: Image.Image) -> bool:
+        """Whether the processor changes the size of the image."""
+        factor, size = self._images.patch_size * self._images.merge_size, self._images.size
+        sides = image.height, image.width
+        return smart_resize(*sides, factor, size.shortest_edge, size.longest_edge) != sides
+
     def picture(self, image: Image.Image) -> ProcessedImage:
         """The image prepared for the vision model."""
         key = xxhash.xxh3_128(image.tobytes(), seed=image.width).digest()
@@ -146,7 +152,7 @@ class ImagePromptModel(PrefixCachedModel):
     def __init__(
         self, model: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
     ) -> None:
-        """whole: the Qwen2_5_VLModel, whose language model reads the prompts."""
+        """model: the vision-language model without its head, whose language model reads the prompts."""
         super().__init__(model.language_model, prefix, pad_id, device, layers)
         self._model_with_vision = model
         self._image_id = model.config.image_token_id
@@ -196,10 +202,16 @@ class ImagePromptModel(PrefixCachedModel):
 
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
         embeds_BLD = super().embeds(texts, ids_BL)
+        for row, place, features in self._placed_features(texts):
+            embeds_BLD[row, place] = features.to(embeds_BLD.dtype)
+        return embeds_BLD
+
+    def _placed_features(self, texts: Sequence[PreparedPrompt]) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        """The row of each image in the batch, the places of its tokens after the shared prefix, and its features."""
         for row, text in enumerate(texts):
             end = text.prefix_length
             for picture in self._pictures(text):
-                features = self._batch_features[picture.key].to(embeds_BLD.dtype)
+                features = self._batch_features[picture.key]
                 first = text.ids.index(self._image_id, end)
                 end = first + len(features)
                 if set(text.ids[first:end]) != {self._image_id}:
@@ -209,8 +221,7 @@ class ImagePromptModel(PrefixCachedModel):
                         "encoder differ",
                         "replace both files with the files of the published checkpoint",
                     )
-                embeds_BLD[row, first - text.prefix_length : end - text.prefix_length] = features
-        return embeds_BLD
+                yield row, slice(first - text.prefix_length, end - text.prefix_length), features
 
     def positions(self, texts: Sequence[PreparedPrompt], length: int) -> torch.Tensor:
         positions_3BL = torch.zeros(3, len(texts), length, dtype=torch.long)

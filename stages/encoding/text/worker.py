@@ -7,7 +7,7 @@ from PIL import Image
 
 from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
-from cache.shards.tensor_checks import SCALE, SCALED_DTYPES
+from cache.shards.tensor_checks import IMAGE_PLACES, SCALE, SCALED_DTYPES
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
@@ -26,7 +26,7 @@ PREFETCHED_BATCHES = 4  # batches of texts without an image that are read ahead
 class TextWorker(UnitWorker):
     """Members are tokenized requests."""
 
-    stage, kind, section, tensors = "encode-text", "text", "text", ("embeds", "pooled")
+    stage, kind, section, tensors = "encode-text", "text", "text", ("embeds", "pooled", IMAGE_PLACES)
     batch_limit_option = "batch_tokens"
     advice = "set text.offload: blocks or text.quantization, use a larger card, or --device cpu"
 
@@ -38,9 +38,8 @@ class TextWorker(UnitWorker):
         self._encoder = base.load_text_encoder(self.config.model, self.config.text, self.device)
 
     def column_dtypes(self) -> dict[str, str]:
-        if self.embeds_dtype not in SCALED_DTYPES:
-            return super().column_dtypes()
-        return {"embeds": self.embeds_dtype, SCALE: "float32", "pooled": self.precision}
+        scale = {SCALE: "float32"} if self.embeds_dtype in SCALED_DTYPES else {}
+        return super().column_dtypes() | {"embeds": self.embeds_dtype, **scale, IMAGE_PLACES: "int32"}
 
     def member_bytes(self, unit: Unit) -> int:
         if (size := self.config.model.template.image_size) is not None:
@@ -93,6 +92,8 @@ class TextWorker(UnitWorker):
                 )
             if result.pooled is not None:
                 tensors["pooled"] = result.pooled
+            if result.image_places is not None:
+                tensors[IMAGE_PLACES] = result.image_places
             info = {"tokens": result.tokens, "kept": result.kept}
             if result.clip_tokens is not None:
                 info["clip_tokens"] = result.clip_tokens
