@@ -1,6 +1,8 @@
 """Qwen2-VL's and Qwen3-VL's processors, which the pipelines that put images into prompts have."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -35,3 +37,17 @@ class Processor3(Qwen3VLProcessor):
             self.tokenizer.convert_tokens_to_ids(f"<|{name}|>")
             for name in ("image_pad", "video_pad", "vision_start", "vision_end")
         )
+
+
+class AbsentProcessor:
+    """What Qwen-Image-2.1's pipeline asks its processor for when it is made."""
+
+    tokenizer = SimpleNamespace(encode=lambda text: [0])
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> list[list[int]]:
+        return [[]]
+
+
+def absent_processor(pipeline: type) -> dict[str, Any]:
+    """For a pipeline that is made without encoders."""
+    return {"processor": AbsentProcessor()} if pipeline.__name__ == "QwenImage21Pipeline" else {}

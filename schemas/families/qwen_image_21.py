@@ -15,6 +15,7 @@ from schemas.family import (
     Family,
     Flavour,
     Normalization,
+    PublishedAdapter,
     ReferenceSize,
     ShiftByTokens,
     Task,
@@ -61,13 +62,21 @@ QWEN3_VL_8B: dict[str, Any] = {
     },
     "tie_word_embeddings": False,
 }  # fmt: skip
+#: Of SimpleTuner, for text to image and for editing.
+_ASSISTANT = PublishedAdapter("SimpleTuner/Qwen-Image-2.1-training-assistant-v3", "pytorch_lora_weights.safetensors")
+
+
+def _flavour(name: str, task: Task) -> Flavour:
+    return Flavour(name, "Qwen/Qwen-Image-2.1", task, 3.0, has_guidance=True, assistant=_ASSISTANT)
+
+
 _TASKS: tuple[Task, ...] = ("t2i", "i2i")
 
 FAMILIES = {
     "qwen-image-2.1": Family(
         name="qwen-image-2.1",
         flavours={
-            "qwen-image-2.1": Flavour("qwen-image-2.1", "Qwen/Qwen-Image-2.1", "t2i", 3.0),
+            "qwen-image-2.1": _flavour("qwen-image-2.1", "t2i"),
             "qwen-image-2.1-turbo": Flavour(
                 "qwen-image-2.1-turbo",
                 "Qwen/Qwen-Image-2.1-Turbo",
@@ -76,7 +85,7 @@ FAMILIES = {
                 distilled_from="qwen-image-2.1",
                 steps=8,
             ),
-            "qwen-image-2.1-i2i": Flavour("qwen-image-2.1-i2i", "Qwen/Qwen-Image-2.1", "i2i", 3.0),
+            "qwen-image-2.1-i2i": _flavour("qwen-image-2.1-i2i", "i2i"),
         },
         default_flavour="qwen-image-2.1",
         text_encoder="qwen_image_21",

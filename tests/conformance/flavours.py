@@ -225,8 +225,8 @@ class Row:
     `examples/tiny_models.py`; None: the row's own name. frames: frames of its clips. longest: value of text.max_length;
     None: the template's. roundings: largest error of a text state in bfloat16, in roundings of a number.
     same_in_bfloat16: whether a sample in bfloat16 equals the pipeline's in every bit. refused: training method -> a
-    part of the reason for which the family rejects it. has_alpha: whether pixels of the autoencoder have alpha. is_long: whether the row is checked in the long form alone,
-    because another row has the same classes.
+    part of the reason for which the family rejects it. has_alpha: whether pixels of the autoencoder have alpha.
+    is_long: whether the row is checked in the long form alone, because another row has the same classes.
     """
 
     family: str

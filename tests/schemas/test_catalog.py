@@ -14,18 +14,21 @@ from transformers import AutoTokenizer
 
 from schemas.catalog import FAMILIES, get_flavour
 from schemas.family import IS_DISTILLED
+from tests.qwen_processor import absent_processor
 
 PIPELINES = {(family.name, task): name for family in FAMILIES.values() for task, name in family.pipelines.items()}
 KANDINSKY = [key for key in PIPELINES if key[0].startswith("kandinsky5")]
 EDIT = [key for key in PIPELINES if key[0].startswith("qwen-image-edit")]
 CALLED = [key for key in PIPELINES if FAMILIES[key[0]].modular is None]
+QWEN_21 = [("qwen-image-2.1", "t2i"), ("qwen-image-2.1", "i2i")]
 WAN = [key for key in PIPELINES if key[0].startswith("wan")]
 
 
 def pipeline(key):
     kind = getattr(diffusers, PIPELINES[key])
     parameters = inspect.signature(kind).parameters.values()
-    return kind(*[None for parameter in parameters if parameter.default is inspect.Parameter.empty])
+    parts = {parameter.name: None for parameter in parameters if parameter.default is inspect.Parameter.empty}
+    return kind(**parts | absent_processor(kind))
 
 
 def default(function, name):
@@ -111,7 +114,16 @@ def test_the_edit_pipelines_templates(key):
     assert template.cleaner.text(" A \n b ") == " A \n b " and template.with_image
 
 
-@pytest.mark.parametrize("key", EDIT)
+def test_qwen_image_21s_templates():
+    """The caption, and a space for an empty one; references are numbered and joined by spaces."""
+    family, pipe = FAMILIES["qwen-image-2.1"], pipeline(("qwen-image-2.1", "i2i"))
+    template, edit = family.templates["t2i"], family.templates["i2i"]
+    assert template.text == edit.text == pipe.prompt_template_t2i and not template.is_normed
+    assert pipe.prompt_template_ti2i == edit.render(edit.reference.replace("{}", "1") + "{}")
+    assert edit.separator == " " and template.cleaner.text("") == " " and template.cleaner.text(" A \n ") == " A \n "
+
+
+@pytest.mark.parametrize("key", [*EDIT, QWEN_21[1]])
 def test_sizes_of_references_are_the_edit_pipelines(key):
     """For pictures of the autoencoder and of the prompt."""
     module = importlib.import_module(type(pipeline(key)).__module__)
@@ -128,7 +140,7 @@ def test_sizes_of_references_are_the_edit_pipelines(key):
         assert np.array_equal(np.stack(fitted[:2], 1), expected)
         assert np.array_equal(fitted[2].resize_width, fitted[0]) and not fitted[2].x.any()
     assert condition.size.refused(np.array([1, 1, 5000]), np.array([1, 101, 49])).tolist() == [False, True, True]
-    for flavour in family.flavours.values():
+    for flavour in family.flavours.values() if key in EDIT else ():  # no sizes are published for Qwen-Image-2.1
         assert {module.calculate_dimensions(1024 * 1024, w / h)[:2] for w, h in ((1, 1), (3, 2), (4, 3), (16, 9))} <= {
             *flavour.sizes
         }
@@ -224,9 +236,13 @@ def test_settings_of_pipelines(key):
 @pytest.mark.parametrize("key", CALLED)
 def test_negative_prompts(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
-    if key in (("qwen-image", "t2i"), *EDIT):  # guides only with a negative prompt; " " is from its documentation
+    if key in (
+        ("qwen-image", "t2i"),
+        *EDIT,
+        *QWEN_21,
+    ):  # guides only with a negative prompt; " " is from its documentation
         assert default(pipe.__call__, "negative_prompt") is None and family.negative_prompt == " "
-        assert 'even an empty negative prompt like " "' in pipe.__call__.__doc__
+        assert key in QWEN_21 or 'even an empty negative prompt like " "' in pipe.__call__.__doc__
     elif key in WAN:  # the user's; the example in the documentation is compared above
         assert default(pipe.__call__, "negative_prompt") is None
     elif family.negative_prompt is None:
@@ -240,7 +256,7 @@ def test_negative_prompts(key):
 @pytest.mark.parametrize("key", CALLED)
 def test_strides(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
-    if key in (("z-image", "t2i"), ("qwen-image", "t2i"), ("krea2", "t2i"), *EDIT):
+    if key in (("z-image", "t2i"), ("qwen-image", "t2i"), ("krea2", "t2i"), *EDIT, *QWEN_21):
         assert family.spatial_stride == pipe.vae_scale_factor and family.side_multiple == 2 * family.spatial_stride
     elif key in WAN:  # of its autoencoder, which the pipeline does not have in this test
         vae = diffusers.AutoencoderKLWan.from_config(
@@ -274,18 +290,30 @@ def test_components_are_named():
     for family in FAMILIES.values():
         assert family.default_flavour in family.flavours
         assert all(flavour.name == name for name, flavour in family.flavours.items())
-        wanted = {"text_encoder"} if family.modular else {"text_encoder", "tokenizer"}
-        assert wanted <= set(family.text_components) and family.latent_components == ("vae",)
+        assert {"text_encoder", *family.tokenizers} <= set(family.text_components) and family.latent_components == (
+            "vae",
+        )
 
 
 def test_the_parts_are_the_components_of_the_encoders():
-    from stages.encoding.text import flux3, gemma, kandinsky5, qwen3, qwen3_vl, qwen_image, qwen_image_edit, umt5
+    from stages.encoding.text import (
+        flux3,
+        gemma,
+        kandinsky5,
+        qwen3,
+        qwen3_vl,
+        qwen_image,
+        qwen_image_21,
+        qwen_image_edit,
+        umt5,
+    )
 
     assert {FAMILIES[name].text_components for name, _ in EDIT} == {qwen_image_edit.Encoder.components}
     assert FAMILIES["qwen-image"].text_components == qwen_image.Encoder.components
     assert FAMILIES["flux2-klein"].text_components == qwen3.Encoder.components
     assert FAMILIES["flux3"].text_components == flux3.Encoder.components
     assert FAMILIES["krea2"].text_components == qwen3_vl.Encoder.components
+    assert FAMILIES["qwen-image-2.1"].text_components == qwen_image_21.Encoder.components
     assert FAMILIES["z-image"].text_components == qwen3.Encoder.components
     assert {FAMILIES[name].text_components for name in ("wan2.1", "wan2.2-5b")} == {umt5.Encoder.components}
     assert FAMILIES["sana"].text_components == gemma.Encoder.components

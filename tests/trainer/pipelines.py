@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from schemas.config.training import Adapter
 from schemas.family import REFERENCE_PARTS
 from tests.conformance.flavours import ROWS
+from tests.qwen_processor import absent_processor
 from trainer.batch import IMAGE_PLACES, Batch, text_mask
 from trainer.families.base import module_of
 from trainer.families.kandinsky5 import Kandinsky5, MaskedAttnProcessor
@@ -89,7 +90,7 @@ def absent_parts(wanted: type) -> dict[str, None]:
     """None for every component that a pipeline class must be given, but for the transformer."""
     parameters = inspect.signature(wanted).parameters.values()
     required = {parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty}
-    return dict.fromkeys(required - {"transformer"})
+    return dict.fromkeys(required - {"transformer"}) | absent_processor(wanted)
 
 
 def trained(kind: str, folder: Path, moved: float = 0.1, part: str = "transformer", **options):

@@ -134,7 +134,9 @@ class Layout:
 def place_image(position: int, rows: int, columns: int) -> torch.Tensor:
     """(N, 3): an image keeps the position that the tokens before it have reached; its rows and columns are centered on
     0."""
-    grid = torch.cartesian_prod(torch.arange(rows) - (rows - rows // 2), torch.arange(columns) - (columns - columns // 2))
+    grid = torch.cartesian_prod(
+        torch.arange(rows) - (rows - rows // 2), torch.arange(columns) - (columns - columns // 2)
+    )
     return torch.cat([torch.full((len(grid), 1), position), grid], 1)
 
 
@@ -142,7 +144,7 @@ class QwenImage21Transformer2DModel(StockTransformer):
     """The diffusers model, which computes each sample of a batch as the stock model computes it alone, and does not
     wait for the device. It has the stock name, which save_pretrained writes into config.json."""
 
-    def forward(  # type: ignore[override]  # without the pipeline's cache
+    def forward(
         self,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
@@ -247,7 +249,9 @@ class QwenImage21(ModelFamily):
                 dropped = kept_tokens.tokens - kept_tokens.positions_BK.shape[1]
                 mask_BS = arguments["key_valid"]
                 changes["rotary_emb"] = kept_tokens.take(arguments["rotary_emb"], BLOCK_TOKENS)
-                changes["target_token_mask"] = arguments["target_token_mask"][:-dropped or None]  # noisy tokens are last
+                changes["target_token_mask"] = arguments["target_token_mask"][
+                    : -dropped or None
+                ]  # noisy tokens are last
                 changes["key_valid"] = None if mask_BS is None else mask_BS[:, : -dropped or None]
             return changes
 

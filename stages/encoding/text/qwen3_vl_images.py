@@ -42,7 +42,7 @@ class DeepstackPromptModel(ImagePromptModel):
             host.append(ends)
         pixels, indices, weights, positions, *moved = to_device_together(host, self.device)
         [ends] = moved or [ends]
-        prepared = {"interp_indices": indices, "interp_weights": weights, "position_ids": positions}
+        prepared: dict[str, Any] = {"interp_indices": indices, "interp_weights": weights, "position_ids": positions}
         prepared |= {"cu_seqlens": ends, **({} if longest is None else {"max_seqlen": longest})}
         output = self._model_with_vision.get_image_features(pixels, grid_13, **prepared)
         return torch.cat([output.pooler_output[0], *(layer[0] for layer in output.deepstack_features)], dim=1)

@@ -9,11 +9,11 @@ import torch
 from stages.encoding.text.base import TextRequest, request_error
 from stages.encoding.text.qwen_image import Encoder as QwenImageEncoder
 from stages.encoding.text.qwen_vl_images import CachedImageProcessor, ImagePromptModel, PreparedImagePrompt
-from stages.encoding.text.reader import PrefixCachedModel
+from stages.encoding.text.reader import PrefixCachedModel, PreparedPrompt
 
 
 class Encoder(QwenImageEncoder):
-    components = ("text_encoder", "tokenizer", "processor")
+    components: tuple[str, ...] = ("text_encoder", "tokenizer", "processor")
 
     def _load(self, folder: Path) -> PrefixCachedModel:
         return self._load_with_images(ImagePromptModel, self._load_qwen(folder).model, folder)
@@ -27,7 +27,7 @@ class Encoder(QwenImageEncoder):
         before_images = ids.index(self._image_id) if self._image_id in ids else len(ids)
         return self._make_reader(reader, model, min(self.crop, before_images))
 
-    def prepare(self, request: TextRequest) -> PreparedImagePrompt:
+    def prepare(self, request: TextRequest) -> PreparedPrompt:
         """Tokenize a request and prepare its references. Raises RequestError if the request can't be encoded."""
         assert request.images, f"{self.template.name} needs reference images"
         assert isinstance(self._reader, ImagePromptModel)

@@ -106,8 +106,8 @@ class CachedImageProcessor:
 
     def is_resized(self, image: Image.Image) -> bool:
         """Whether the processor changes the size of the image."""
-        factor, size = self._images.patch_size * self._images.merge_size, self._images.size
-        sides = image.height, image.width
+        size: Any = self._images.size
+        factor, sides = self._images.patch_size * self._images.merge_size, (image.height, image.width)
         return smart_resize(*sides, factor, size.shortest_edge, size.longest_edge) != sides
 
     def picture(self, image: Image.Image) -> ProcessedImage:
