@@ -27,6 +27,7 @@ NEEDED = {
     "features": {"model": "DINO"},
     "masks": {"model": "DINO"},
     "train.methods.crepa": {"block_index": "1"},
+    "validation.adapter": {"path": "missing.safetensors", "steps": "4", "guidance": "1"},
 }
 #: Option -> overrides, if the type does not tell a valid value, or if the option needs other options.
 EXAMPLES = {
@@ -177,6 +178,7 @@ REFUSED = {
     "train.methods.masked_loss.normalize_area",
     *(f"train.methods.regularization.{name}" for name in ("target", "weight")),
     *(f"validation.{name}" for name in ("guidance_low", "placeholders", "preview_autoencoder")),
+    *(f"validation.adapter.{name}" for name in ("path", "steps", "guidance")),
 }
 
 

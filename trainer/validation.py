@@ -31,7 +31,7 @@ from trainer.adapters.files import write_tensors
 from trainer.attention import validation_backend
 from trainer.batch import Batch, make_batch
 from trainer.data import BatchReader, to_tensor
-from trainer.families.base import ModelFamily, assistant_off
+from trainer.families.base import ModelFamily, sampling
 from trainer.noise import draw_latents, seeded_noise
 from trainer.run.resume import DataChange
 
@@ -161,7 +161,7 @@ def write_validation_latents(
                 scale = sample.guidance if sample.guidance_low is None or lowest else sample.guidance_low
                 precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
                 backend = validation_backend(current, family, training, config.validation.attention_backend)
-                with precision, backend, assistant_off(current):
+                with precision, backend, sampling(current):
                     denoising.take_steps(current, scale, lowest, advance)
                 if lowest:
                     started[number] = denoising

@@ -416,6 +416,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     _map_texts(validation, ("prompts_file",), absolute)
     _map_texts(validation.get("scores") if isinstance(validation, dict) else None, ("clip",), absolute_if_exists)
     _map_texts(validation, ("preview_autoencoder",), absolute_if_exists)
+    _map_texts(validation.get("adapter") if isinstance(validation, dict) else None, ("path",), absolute)
     for prompt in _list_items(config.get("validation"), "prompts"):
         _map_texts(prompt, ("image",), absolute)
 

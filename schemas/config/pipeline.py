@@ -346,6 +346,9 @@ class Config(Section):
                 reason = f"is not supported by the pipeline of {self.model.family}, which guides with an empty prompt"
                 yield (*path, "negative_prompt"), f"{reason}; remove it from prompt {prompt.name!r}"
 
+        if self.validation.adapter and self.experts:
+            reason = f"is not valid for {self.model.family}, whose two transformers need an adapter each; remove it"
+            yield ("validation", "adapter"), reason
         if self.validation.preview_autoencoder and self.model.family_spec.preview_autoencoder is None:
             supported = ", ".join(family.name for family in FAMILIES.values() if family.preview_autoencoder)
             reason = f"diffusers has no tiny autoencoder for {self.model.family}; remove it (supported: {supported})"

@@ -112,6 +112,14 @@ class Scores(Section, json_schema_extra={"affects": "run"}):
             )
 
 
+class SampleAdapter(Section, json_schema_extra={"affects": "run"}):
+    """A frozen LoRA for samples of few steps. Neither training nor the result has it."""
+
+    path: str = Field(min_length=1, description="LoRA file, or folder with one")
+    steps: SamplingSteps = Field(description="denoising steps, unless validation.steps or a prompt sets them")
+    guidance: Guidance = Field(description="guidance scale, unless validation.guidance or a prompt sets it")
+
+
 class Validation(GridSection, json_schema_extra={"affects": "run"}):
     prompts: tuple[Prompt, ...] = Field((), strict=False, description="prompts that are denoised during training")
     # The prompts of the file become items of `prompts` (`schemas/config/loading.py`), also in a resolved configuration.
@@ -144,6 +152,7 @@ class Validation(GridSection, json_schema_extra={"affects": "run"}):
         None,
         description="guidance scale of the low-noise expert; default: guidance if it is set, else the flavour's",
     )
+    adapter: SampleAdapter | None = Field(None, description="LoRA of few steps for faster samples")
     shift: float | None = Field(
         None, gt=0, le=1000, description="shift of the sampling schedule; default: the checkpoint's"
     )
@@ -224,11 +233,13 @@ def validation_samples(
 ) -> list[ValidationSample]:
     """The samples in order; samples that differ only by their seeds follow each other.
 
-    family, flavour: their default steps and guidance. set_prompts: the prompts and sizes of a training set, which
-    replace the prompts and sizes of the configuration; its other options still apply, for the prompt of the same name
-    or for all prompts.
+    family, flavour: their default steps and guidance, which `adapter` replaces. set_prompts: the prompts and sizes of a
+    training set, which replace the prompts and sizes of the configuration; its other options still apply, for the
+    prompt of the same name or for all prompts.
     """
-    experts, scale = flavour.experts, family.guidance if flavour.guidance is None else flavour.guidance
+    experts, few = flavour.experts, validation.adapter
+    scale = few.guidance if few else family.guidance if flavour.guidance is None else flavour.guidance
+    default_steps = few.steps if few else flavour.steps or family.steps
     default = tuple(expert.guidance for expert in experts.values()) or (scale,)
     set_prompts = sized_prompts(validation) if set_prompts is None else set_prompts
     prompts = {prompt.name: prompt for prompt in validation.prompts}
@@ -240,7 +251,7 @@ def validation_samples(
         prompt_options = prompts.get(name)
         configured = _values("guidance", prompt_options, validation)
         guidances = configured or default[:1]
-        steps = _values("steps", prompt_options, validation) or (flavour.steps or family.steps,)
+        steps = _values("steps", prompt_options, validation) or (default_steps,)
         seeds = _values("seed", prompt_options, validation)
         stem = name + (f"_{_format_size(size)}" if size is not None and len(sizes[name]) > 1 else "")
         for guidance, count, seed in product(guidances, steps, seeds):

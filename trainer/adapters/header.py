@@ -32,6 +32,7 @@ from cache.store.json_checks import printable
 from schemas.activities import activity
 from schemas.catalog import FAMILIES
 from schemas.config.encoding import PUBLISHED, Model
+from schemas.config.pipeline import Config
 from schemas.config.training import FILE_NAMES, Adapter, FileFormat
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import ComfyUINames
@@ -279,20 +280,26 @@ def find_assistant(model: Model) -> Path | None:
         return Path(call_hub(hf_hub_download, published.repo, published.revision, **options))
 
 
-def read_assistant(model: Model) -> AdapterFile | None:
-    """The adapter of `model.assistant`; None without one. AdapterError if it is not a LoRA, or was trained for another
-    family."""
-    try:
-        if (path := find_assistant(model)) is None:
-            return None
-        adapter = read_adapter(path)
-        check_family(adapter, model.family)
-    except AdapterError as error:
-        raise AdapterError(f"model.assistant: {error.message}", error.next_step) from error
-    if adapter.kind != "LoRA":
-        step = "Name a LoRA, or remove model.assistant."
-        raise AdapterError(f"model.assistant: {adapter.path} is a {adapter.kind}, and only a LoRA is valid", step)
-    return adapter
+def read_frozen(config: Config) -> dict[str, AdapterFile]:
+    """Option -> adapter of `model.assistant` and `validation.adapter`, without options that are not set. AdapterError
+    if an adapter is not a LoRA, or was trained for another family."""
+    few, files = config.validation.adapter, dict[str, AdapterFile]()
+    for option, find in (
+        ("model.assistant", partial(find_assistant, config.model)),
+        ("validation.adapter", lambda: None if few is None else find_adapter(Path(few.path))),
+    ):
+        try:
+            if (path := find()) is None:
+                continue
+            adapter = read_adapter(path)
+            check_family(adapter, config.model.family)
+        except AdapterError as error:
+            raise AdapterError(f"{option}: {error.message}", error.next_step) from error
+        if adapter.kind != "LoRA":
+            step = f"Name a LoRA, or remove {option}."
+            raise AdapterError(f"{option}: {adapter.path} is a {adapter.kind}, and only a LoRA is valid", step)
+        files[option] = adapter
+    return files
 
 
 def read_initial(settings: Adapter) -> AdapterFile | None:

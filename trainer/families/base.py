@@ -290,14 +290,14 @@ def _make(name: str) -> ModelFamily:
 
 
 @contextmanager
-def assistant_off(model: Any) -> Iterator[None]:
-    """Context in which the model computes without its assistant adapter, if any (`trainer/setup/adapters.py`)."""
-    assistant = getattr(model, "assistant", None)
-    if assistant is None:
-        yield
-        return
-    assistant.active = False
+def sampling(model: Any) -> Iterator[None]:
+    """Context in which the model computes without its assistant and with its adapter of few steps, if any
+    (`trainer/setup/adapters.py`)."""
+    adapters = getattr(model, "frozen_adapters", ())
+    for adapter in adapters:
+        adapter.is_active = not adapter.is_active
     try:
         yield
     finally:
-        assistant.active = True
+        for adapter in adapters:
+            adapter.is_active = not adapter.is_active

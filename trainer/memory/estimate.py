@@ -22,7 +22,7 @@ from schemas.config.training import Adapter, Offload, Parallel, Train
 from schemas.family import REFERENCE_PARTS, Family
 from schemas.geometry import Bucket
 from trainer import flow
-from trainer.adapters.header import read_assistant, read_initial
+from trainer.adapters.header import read_initial
 from trainer.batch import IMAGE_PLACES, Batch
 from trainer.families.base import ModelFamily, module_of
 from trainer.memory.meter import (
@@ -35,7 +35,7 @@ from trainer.memory.meter import (
     quantize_shapes,
 )
 from trainer.methods import make_methods
-from trainer.setup.adapters import MUTATING_INITS, add_assistant, assistant_bytes, fit_initial, make_trainable
+from trainer.setup.adapters import MUTATING_INITS, add_frozen, fit_initial, frozen_bytes, make_trainable
 from trainer.setup.blocks import checkpoint_blocks, largest_groups
 from trainer.setup.load import choose_dtypes
 from trainer.setup.wrap import AUTOCAST, Denoiser, gathered_dtype, uses_sharding
@@ -115,8 +115,7 @@ def estimate_memory(
         scales = fit_initial(model, family, task, file, adapter)[1] if file else None
         if settings.quantized:
             quantize_shapes(model, family, settings.base_precision)
-        if assistant := read_assistant(config.model):
-            add_assistant(model, assistant, autocast or dtype)
+        add_frozen(model, config, autocast or dtype)
         make_trainable(model, family, task, adapter, settings.weight_precision, scales)
         modules = [module for method in make_methods(settings.used_methods).values() if (module := method.modules())]
     added = [weight for module in modules for weight in module.parameters()]
@@ -139,7 +138,7 @@ def estimate_memory(
     average = 4 * sum(trained.numbers.values()) if settings.ema else 0
     near = average if settings.ema and settings.ema.device == "auto" else 0
     parts: Parts = (
-        weights + assistant_bytes(model) + sum_bytes(added) - hosted + copies,
+        weights + frozen_bytes(model) + sum_bytes(added) - hosted + copies,
         gradients,
         trained.state,
         near,

@@ -7,7 +7,8 @@ matrices.
 An assistant (`model.assistant`) is a frozen LoRA for training a checkpoint that was distilled to few steps. It reverses
 the distillation: training steps and the eval loss compute with the assistant, so that the trained adapter does not have
 to learn the reversal. Samples are generated without the assistant, because the result is used without it later, and the
-run does not save it. Ostris' training adapters for distilled models are such assistants.
+run does not save it. Ostris' training adapters for distilled models are such assistants. An adapter of few steps
+(`validation.adapter`) is the opposite: a frozen LoRA with which only samples are generated.
 """
 
 import math
@@ -25,10 +26,19 @@ from peft import LoKrConfig, LoraConfig, get_peft_model_state_dict, inject_adapt
 from peft.tuners.lokr.layer import Linear, LoKrLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from schemas.config.pipeline import Config
 from schemas.config.training import Adapter
 from schemas.family import Task
 from trainer.adapters.files import check_finite, load_layers
-from trainer.adapters.header import AdapterError, AdapterFile, check_fits, initial_scale, read_initial, resolve_names
+from trainer.adapters.header import (
+    AdapterError,
+    AdapterFile,
+    check_fits,
+    initial_scale,
+    read_frozen,
+    read_initial,
+    resolve_names,
+)
 from trainer.adapters.layers import DOWN, UP
 from trainer.families.base import ModelFamily
 
@@ -249,7 +259,11 @@ def add_lokr(
     finish_adapter(model, [*scales])
 
 
-BUFFERS = ("assistant_down", "assistant_up")
+#: Option of a frozen adapter -> buffers of its matrices.
+BUFFERS = {
+    "model.assistant": ("assistant_down", "assistant_up"),
+    "validation.adapter": ("few_steps_down", "few_steps_up"),
+}
 
 
 def make_trainable(
@@ -381,36 +395,40 @@ def load_weights(model: Any, file: AdapterFile) -> None:
             parameter.copy_(values[key].reshape(parameter.shape))
 
 
-class Assistant:
-    """A forward hook that adds the output of a module's LoRA to the module's output while the assistant is active. All
-    modules of a model share one object."""
+class FrozenAdapter:
+    """A forward hook that adds the output of a module's LoRA to the module's output while the adapter is active. All
+    modules of a model share one object. buffers: names of a module's buffers. is_active: whether training steps and the
+    eval loss compute with the adapter; samples do the opposite (`families.base.sampling`)."""
 
-    def __init__(self) -> None:
-        self.active = True
+    def __init__(self, buffers: tuple[str, str], is_active: bool) -> None:
+        self.buffers, self.is_active = buffers, is_active
 
     def __call__(self, module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        if not self.active:
+        if not self.is_active:
             return output
-        down, up = module.assistant_down, module.assistant_up
+        down, up = (getattr(module, name) for name in self.buffers)
         return output + F.linear(F.linear(inputs[0].to(down.dtype), down), up).to(output.dtype)
 
 
-def add_assistant(model: Any, file: AdapterFile, dtype: torch.dtype) -> None:
-    """Add the assistant's LoRA to a model, quantized or not, before the trained adapter is added. AdapterError if it
-    does not fit the model.
+def add_frozen(model: Any, config: Config, dtype: torch.dtype) -> dict[str, AdapterFile]:
+    """Add the LoRAs of `model.assistant` and `validation.adapter` to a model, quantized or not, before the trained
+    adapter is added. Returns option -> adapter. AdapterError if an adapter does not fit the model.
 
-    dtype: dtype of the LoRA's matrices, which are buffers and not part of the state_dict.
+    dtype: dtype of the LoRAs' matrices, which are buffers and not part of the state_dict.
     """
-    file, modules = match_modules(model, file)
-    assistant = Assistant()
-    for name, layer in load_layers(file).items():
-        part = modules[name]
-        matrices = {DOWN: layer.tensors[DOWN], UP: layer.scale * layer.tensors[UP].double()}
-        for buffer, (end, matrix) in zip(BUFFERS, matrices.items(), strict=True):
-            check_finite(matrix, dtype, f"model.assistant: {file.path}: {layer.keys[end]}")
-            part.register_buffer(buffer, matrix.to(part.weight.device, dtype), persistent=False)
-        part.register_forward_hook(assistant)
-    model.assistant = assistant
+    files, model.frozen_adapters = read_frozen(config), []
+    for option, unresolved in files.items():
+        file, modules = match_modules(model, unresolved)
+        adapter = FrozenAdapter(BUFFERS[option], is_active=option == "model.assistant")
+        for name, layer in load_layers(file).items():
+            part = modules[name]
+            matrices = {DOWN: layer.tensors[DOWN], UP: layer.scale * layer.tensors[UP].double()}
+            for buffer, (end, matrix) in zip(adapter.buffers, matrices.items(), strict=True):
+                check_finite(matrix, dtype, f"{option}: {file.path}: {layer.keys[end]}")
+                part.register_buffer(buffer, matrix.to(part.weight.device, dtype), persistent=False)
+            part.register_forward_hook(adapter)
+        model.frozen_adapters.append(adapter)
+    return files
 
 
 def match_modules(model: Any, file: AdapterFile) -> tuple[AdapterFile, dict[str, Any]]:
@@ -426,6 +444,8 @@ def match_modules(model: Any, file: AdapterFile) -> tuple[AdapterFile, dict[str,
     return file, linear
 
 
-def assistant_bytes(model: Any) -> int:
+def frozen_bytes(model: Any) -> int:
+    """Bytes of the matrices of `add_frozen`."""
+    names = {name for buffers in BUFFERS.values() for name in buffers}
     buffers = ((name.rpartition(".")[2], buffer) for name, buffer in model.named_buffers())
-    return sum(buffer.numel() * buffer.element_size() for name, buffer in buffers if name in BUFFERS)
+    return sum(buffer.numel() * buffer.element_size() for name, buffer in buffers if name in names)

@@ -30,14 +30,14 @@ from schemas.family import Expert
 from schemas.identity import derive_seed
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer import flow
-from trainer.adapters.header import check_family, read_assistant, read_initial
+from trainer.adapters.header import check_family, read_initial
 from trainer.families.base import ModelFamily
 from trainer.methods import make_methods
 from trainer.methods.base import Method
 from trainer.run import checkpoint
 from trainer.run.run_state import train_shift
 from trainer.setup.adapters import (
-    add_assistant,
+    add_frozen,
     is_convolution,
     list_adapted_modules,
     make_trainable,
@@ -134,9 +134,9 @@ def check_precision(name: str, device: torch.device) -> None:
 
 
 def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, torch.nn.Parameter]:
-    """Add the assistant and the adapter to a model on the meta device, as `prepare_model` does for the loaded model;
-    returns the trained parameters. RunError for a base_precision or init_weights that the model does not support,
-    AdapterError for an adapter that does not fit the model."""
+    """Add the frozen adapters and the trained adapter to a model on the meta device, as `prepare_model` does for the
+    loaded model; returns the trained parameters. RunError for a base_precision or init_weights that the model does not
+    support, AdapterError for an adapter that does not fit the model."""
     settings, adapter = config.train, config.train.adapter
     name, init = settings.base_precision, adapter.init_weights
     matrices = base_matrices(model, family).values() if settings.quantized else ()
@@ -148,9 +148,8 @@ def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, 
             "Set train.base_precision to int8-torchao or int8-quanto.",
         )
     with explain_checkpoint_errors(config.model.source), torch.device("meta"):
-        if assistant := read_assistant(config.model):
-            dtype, autocast = choose_dtypes(config.train, config.model)
-            add_assistant(model, assistant, autocast or dtype)
+        dtype, autocast = choose_dtypes(config.train, config.model)
+        add_frozen(model, config, autocast or dtype)
         # Other initializations would be computed from weights that are not in memory.
         make_trainable(
             model, family, config.model.task, adapter.changed(init_weights="default"), settings.weight_precision

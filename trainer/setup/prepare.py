@@ -33,7 +33,7 @@ from schemas.config.training import Adapter
 from schemas.devices import pins_memory
 from schemas.identity import derive_seed, hash_json
 from schemas.text_format import shown_path
-from trainer.adapters.header import read_adapter, read_assistant
+from trainer.adapters.header import read_adapter
 from trainer.attention import NATIVE, check_attention, use_backend
 from trainer.data import BatchLoader
 from trainer.families.base import ModelFamily, module_of
@@ -43,7 +43,7 @@ from trainer.run.interruption import StopRequest
 from trainer.run.ranks import RankWatch, RunFiles, describe_rank, find_changed_settings, refuse_differences
 from trainer.run.resume import first_step, list_changes
 from trainer.run.sharded import is_sharded
-from trainer.setup.adapters import add_assistant, make_trainable
+from trainer.setup.adapters import add_frozen, make_trainable
 from trainer.setup.blocks import compile_blocks, loading_device, reduce_memory
 from trainer.setup.checks import check_training
 from trainer.setup.load import choose_dtypes, explain_checkpoint_errors, fingerprint_base, load_transformer, model_shape
@@ -252,9 +252,10 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
             with console.activity(f"quantizing the base to {settings.base_precision}", keep=True):
                 remark = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
             run.log(remark)
-        if assistant := read_assistant(config.model):
-            add_assistant(model, assistant, autocast or choose_dtypes(config.train, config.model)[0])
-            run.log(f"using the assistant {shown_path(assistant.path)}, except for samples")
+        frozen = add_frozen(model, config, autocast or choose_dtypes(config.train, config.model)[0])
+        for option, file in frozen.items():
+            use = "except for samples" if option == "model.assistant" else "for samples only"
+            run.log(f"using the adapter {shown_path(file.path)} of {option}, {use}")
         run.watch.note("adding the trained weights", in_turns=True)
         with activity("adding the trained weights"):
             make_trainable(model, family, task, settings.adapter, settings.weight_precision)

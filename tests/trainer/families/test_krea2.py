@@ -19,7 +19,7 @@ from stages.encoding.text.qwen3_vl import Encoder
 from tests.trainer.pipelines import make_batch, pipeline, random
 from tests.trainer.runs import prepared
 from trainer.adapters.header import rename
-from trainer.families.base import KeptTokens, assistant_off, change_arguments
+from trainer.families.base import KeptTokens, change_arguments, sampling
 from trainer.families.krea2 import FAMILY, Krea2
 from trainer.families.qwen_image import pack
 from trainer.methods.tread import begin, end
@@ -94,7 +94,7 @@ def test_turbo_is_trained_with_an_assistant_alone(ready, tiny, tmp_path):
     batch, sigma = make_batch(KIND, run.model, [6]), torch.tensor([0.3])
     with torch.no_grad():
         shown = run.denoiser(batch.latents_BCTHW, sigma, batch)
-        with assistant_off(run.model):
+        with sampling(run.model):
             base = run.denoiser(batch.latents_BCTHW, sigma, batch)
         wanted = pipe.transformer(**Krea2().model_inputs(run.model, batch.latents_BCTHW, sigma, batch, "t2i")).sample
     assert (shown - base).abs().max() > 1e-2 and (pack(shown) - wanted).abs().max() <= 1e-5

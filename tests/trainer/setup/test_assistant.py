@@ -1,7 +1,9 @@
-"""An assistant affects training and the eval loss, and nothing else."""
+"""An assistant affects training and the eval loss, and nothing else; an adapter of few steps affects samples only."""
 
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +15,18 @@ from schemas.catalog import FAMILIES
 from schemas.cli.console import Console
 from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
+from schemas.config.validation import SampleAdapter, SizedPrompt, Validation
+from tests.forms import long
 from tests.trainer.pipelines import trained
 from tests.trainer.runs import LOADS, lines, moved, plain_batch, prepared, result, train
 from trainer.adapters.files import load_layers, merge_component
-from trainer.adapters.header import AdapterError, find_adapter, find_assistant, read_adapter, read_assistant
-from trainer.families.base import assistant_off
+from trainer.adapters.header import AdapterError, find_adapter, find_assistant, read_adapter, read_frozen
+from trainer.families.base import sampling
 from trainer.memory.estimate import estimate_memory
 from trainer.run.resume import ResumeError
 from trainer.run.run_state import config_signature
 from trainer.setup import export
-from trainer.setup.adapters import assistant_bytes
+from trainer.setup.adapters import frozen_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +42,12 @@ def assistant(tiny, tmp_path):
 
 def assisted(config: Config, path) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"assistant": str(path)})})
+
+
+def with_few_steps(config: Config, path) -> Config:
+    adapter = SampleAdapter(path=str(path), steps=3, guidance=0.0)
+    validation = config.validation.model_dump(exclude_unset=True, exclude={"steps"}) | {"adapter": adapter}
+    return config.model_copy(update={"validation": Validation.model_validate(validation)})
 
 
 def merged(config: Config, path, folder) -> Config:
@@ -69,6 +79,41 @@ def test_a_run_trains_as_on_merged_weights_and_shows_as_on_the_base(ready, assis
     )
 
 
+@pytest.mark.parametrize("strategy", ["plain", long("offload")])
+def test_an_adapter_of_few_steps_affects_samples_only(ready, assistant, tmp_path, strategy) -> None:
+    """Samples equal the samples of a checkpoint into which it is merged; losses and the result equal the plain run's
+    bit for bit, also if the run resumes with it."""
+    options: dict[str, Any] = {"batch_size": 2, "adapter": {"rank": 2}, "validation": LOOK}
+    options |= {"offload": {"blocks": True}} if strategy == "offload" else {}
+    plain, ours, on_merged = (ready(KIND, name=name, steps=2, **options) for name in ("plain", "ours", "merged"))
+    ours = with_few_steps(ours, assistant)
+    reference = {"validation": ours.validation.changed(adapter=None, steps=3, guidance=0.0)}
+    on_merged = merged(on_merged, assistant, tmp_path / "checkpoint").model_copy(update=reference)
+    cut = ours.model_copy(update={"train": ours.train.changed(steps=1), "validation": plain.validation})
+    for config in (plain, cut, ours, on_merged):
+        train(config)
+    assert {sample.steps for sample in ours.validation_samples([SizedPrompt("one", None)])} == {3}
+    for key in ("loss", "eval_loss", "grad_norm"):
+        resumed = lines(ours, key)
+        assert {step: resumed[step] for step in lines(plain, key)} == lines(plain, key), key
+    before, after = result(plain), result(ours)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    latents = {}
+    for name, config, step in (("ours", ours, 2), ("plain", plain, 2), ("merged", on_merged, 0)):
+        latents[name] = load_file(config.run_folder / f"validation/step-{step:06d}/one.safetensors")["latent"]
+    assert (latents["ours"] - latents["plain"]).norm() > 0.01 * latents["plain"].norm()
+    first = with_few_steps(ready(KIND, name="first", steps=1, **options), assistant)
+    train(first)
+    shown = load_file(first.run_folder / "validation/step-000000/one.safetensors")["latent"]
+    torch.testing.assert_close(shown, latents["merged"], rtol=1e-5, atol=2e-5)
+
+
+def test_two_transformers_have_no_adapter_of_few_steps(make_config) -> None:
+    adapter = {"path": "a.safetensors", "steps": 4, "guidance": 1.0}
+    with pytest.raises(ValueError, match="whose two transformers need an adapter each"):
+        make_config("wan-a14b", validation={"adapter": adapter})
+
+
 def test_over_a_quantized_base_it_adds_the_same(ready, wide, tmp_path) -> None:
     path = export.save_lora(trained(KIND, wide(KIND), alpha=6.0), tmp_path / "wide", KIND)
     config = moved(ready(KIND, adapter={"rank": 2}, base_precision="int8-quanto"), wide(KIND))
@@ -76,7 +121,7 @@ def test_over_a_quantized_base_it_adds_the_same(ready, wide, tmp_path) -> None:
     batch, sigma_B = plain_batch([run.loader.data.sample(0)]), torch.tensor([0.5])
     with torch.no_grad():
         with_it = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
-        with assistant_off(run.model):
+        with sampling(run.model):
             without = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
         second = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
     assert torch.equal(with_it, second) and (with_it - without).norm() > 0.01 * without.norm()
@@ -97,10 +142,13 @@ def test_another_assistant_does_not_continue_a_run(ready, assistant, tiny, tmp_p
 @pytest.mark.long
 def test_the_prediction_of_memory_has_it(ready, assistant) -> None:
     config = ready(KIND, adapter={"rank": 2})
-    plain, ours = (
-        estimate_memory(each, check_model(each, print), ["64x64"], 8) for each in (config, assisted(config, assistant))
+    both = with_few_steps(assisted(config, assistant), assistant)
+    plain, *others = (
+        estimate_memory(each, check_model(each, print), ["64x64"], 8)
+        for each in (config, assisted(config, assistant), with_few_steps(config, assistant), both)
     )
-    assert ours.weights - plain.weights == assistant_bytes(prepared(assisted(config, assistant)).model) > 0
+    size = frozen_bytes(prepared(assisted(config, assistant)).model)
+    assert [other.weights - plain.weights for other in others] == [size, size, 2 * size] and size > 0
 
 
 def test_the_published_assistant_is_the_default_file_of_the_flavour(ready, assistant, tmp_path, monkeypatch) -> None:
@@ -123,7 +171,7 @@ def test_the_published_assistant_is_the_default_file_of_the_flavour(ready, assis
     shutil.copy(find_adapter(assistant), snapshot / published.file)
     assert find_assistant(turbo.model) == snapshot / published.file
     assert config_signature(turbo)["assistant"] == config_signature(assisted(config, assistant))["assistant"]
-    assert read_assistant(turbo.model).layers.keys() == read_adapter(assistant).layers.keys()
+    assert read_frozen(turbo)["model.assistant"].layers.keys() == read_adapter(assistant).layers.keys()
     for flavour in flavours.values():
         if flavour.assistant is None:
             with pytest.raises(ValueError, match=r"no adapter is published for z-image, only for .*krea-2-turbo"):
@@ -131,7 +179,7 @@ def test_the_published_assistant_is_the_default_file_of_the_flavour(ready, assis
 
 
 def test_what_can_be_no_assistant_is_named(ready, tiny, tmp_path, capsys) -> None:
-    model = ready(KIND).model
+    config = ready(KIND)
     dora = export.save_lora(trained(KIND, tiny(KIND), dora=True), tmp_path / "dora", KIND)
     sana_adapter = export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "others", "sana")
     for path, words in (
@@ -139,9 +187,10 @@ def test_what_can_be_no_assistant_is_named(ready, tiny, tmp_path, capsys) -> Non
         (sana_adapter, "was trained for sana, and model.family is z-image"),
         (tmp_path / "absent", "absent does not exist"),
     ):
-        with pytest.raises(AdapterError, match=rf"model\.assistant: .*{words}"):
-            read_assistant(model.model_copy(update={"assistant": str(path)}))
-    assert read_assistant(model) is None
+        for option, chosen in (("model.assistant", assisted), ("validation.adapter", with_few_steps)):
+            with pytest.raises(AdapterError, match=rf"{re.escape(option)}: .*{words}"):
+                read_frozen(chosen(config, path))
+    assert read_frozen(config) == {}
     tensors = load_file(export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "loud", KIND))
     save_file({key: torch.full_like(value, 3.4e38) for key, value in tensors.items()}, tmp_path / "loud.safetensors")
     loud = assisted(ready(KIND, precision="bfloat16"), tmp_path / "loud.safetensors")
