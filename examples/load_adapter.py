@@ -77,6 +77,8 @@ def missing_components(config: Config) -> dict[str, Any]:
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
     folder = "processor" if "processor" in config.model.family_spec.text_components else "tokenizer"
+    if "tokenizer" not in config.model.family_spec.text_components:
+        return {folder: make_processor(config)}
 
     class WithoutVideos(Qwen2VLProcessor):
         def __init__(self) -> None:
@@ -91,6 +93,26 @@ def missing_components(config: Config) -> dict[str, Any]:
             self.video_token_id = self.tokenizer.convert_tokens_to_ids(self.video_token)
 
     return {folder: WithoutVideos()}
+
+
+def make_processor(config: Config) -> Any:
+    """Qwen3-VL's processor without its video part, which needs torchvision."""
+    from transformers import AutoTokenizer
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    class WithoutVideos(Qwen3VLProcessor):
+        def __init__(self) -> None:
+            options: dict[str, Any] = {"subfolder": "processor", "revision": config.model.revision}
+            self.tokenizer = AutoTokenizer.from_pretrained(config.model.source, **options)
+            self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(config.model.source, **options)
+            self.video_processor, self.chat_template = None, self.tokenizer.chat_template
+            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+            names = "image_pad", "video_pad", "vision_start", "vision_end"
+            ids = self.tokenizer.convert_tokens_to_ids([f"<|{name}|>" for name in names])
+            self.image_token_id, self.video_token_id, self.vision_start_token_id, self.vision_end_token_id = ids
+
+    return WithoutVideos()
 
 
 class ChatTokenizer:

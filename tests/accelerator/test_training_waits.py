@@ -22,6 +22,8 @@ LATER = (
     "flux3",
     "flux3-i2i",
     "krea2",
+    "qwen-image-2.1",
+    "qwen-image-2.1-i2i",
     "klein-i2i",
     "edit-i2i",
     "edit-plus-i2i",

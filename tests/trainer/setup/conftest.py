@@ -24,6 +24,7 @@ WIDE = {
         "krea2",
         {"attention_head_dim": 64, "axes_dims_rope": (16, 24, 24), "num_attention_heads": 2, "num_key_value_heads": 1},
     ),
+    "qwen-image-2.1": ("qwen_image_21", {"attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}),
     "z-image": ("z_image", {"dim": 192, "axes_dims": (32, 32, 32)}),
 }
 

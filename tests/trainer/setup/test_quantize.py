@@ -27,6 +27,7 @@ from trainer.setup.quantize import (
 )
 
 WIDE = ["kandinsky5-image-t2i", "sana", "z-image", "qwen-image", "wan2.1-t2v", "flux2-klein", "krea2", "flux3"]
+WIDE += ["qwen-image-2.1"]
 NAMES = ["int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
 #: Largest relative errors of the loss, the prediction and the gradient of the adapter, in float32.
 BOUNDS = {
