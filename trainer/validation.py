@@ -16,9 +16,9 @@ import diffusers.schedulers
 import numpy as np
 import torch
 
+from cache.models.compatibility import find_index
 from cache.sets.trainset import TrainSet, ValidationPrompt
 from schemas.catalog import FAMILIES
-from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.config.validation import SizedPrompt, Validation, ValidationSample
@@ -31,7 +31,7 @@ from trainer.adapters.files import write_tensors
 from trainer.attention import validation_backend
 from trainer.batch import Batch, make_batch
 from trainer.data import BatchReader, to_tensor
-from trainer.families.base import ModelFamily, sampling
+from trainer.families.base import SIGMAS, ModelFamily, sampling
 from trainer.noise import draw_latents, seeded_noise
 from trainer.run.resume import DataChange
 
@@ -138,12 +138,13 @@ def write_validation_latents(
     if not samples:
         return 0
     prompts, task, training = data.validation, config.model.task, config.train.attention_backend
+    own_sigmas = (find_index(config.model) or {}).get(SIGMAS)
     scheduler = load_scheduler(
         config.model.source,
         config.model.revision,
         config.validation.shift,
         config.model.family_spec.modular,
-        config.model.flavour_spec.scheduler,
+        {**config.model.flavour_spec.scheduler, **({SIGMAS: own_sigmas} if own_sigmas else {})},
     )
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,7 @@ def write_validation_latents(
                 if lowest:
                     started[number] = denoising
                 elif folder is not None and counts:
-                    metadata = describe_sample(config.model, data, prompt, sample)
+                    metadata = describe_sample(config, data, prompt, sample)
                     temp = folder / f".{sample.name}.{os.getpid()}.tmp"
                     latent = denoising.finish()[0].float().cpu().contiguous()
                     write_tensors({"latent": latent}, temp, {"latentpress": json.dumps(metadata)})
@@ -195,10 +196,12 @@ def draw_inputs(
     return batch, negative, seeded_noise([sample.draw], "validation", shape, device)
 
 
-def describe_sample(model: Model, data: TrainSet, prompt: ValidationPrompt, sample: ValidationSample) -> dict[str, Any]:
+def describe_sample(
+    config: Config, data: TrainSet, prompt: ValidationPrompt, sample: ValidationSample
+) -> dict[str, Any]:
     """Returns the metadata of a file of validation latents: everything that determines the latents except the
     weights."""
-    stated = data.meta.validation[sample.prompt_index].values()
+    stated, model, few = data.meta.validation[sample.prompt_index].values(), config.model, config.validation.adapter
     return {key: stated[key] for key in ("image",) if key in stated} | {
         "family": model.family,
         "flavour": model.flavour_spec.name,
@@ -214,6 +217,7 @@ def describe_sample(model: Model, data: TrainSet, prompt: ValidationPrompt, samp
         "steps": sample.steps,
         "guidance": sample.guidance,
         **({} if sample.guidance_low is None else {"guidance_low": sample.guidance_low}),
+        **({} if few is None else {"adapter": Path(few.path).name}),
     }
 
 

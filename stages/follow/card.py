@@ -152,6 +152,8 @@ def _pipeline_arguments(model: Model, metadata: Mapping[str, Any]) -> dict[str, 
     names = {"steps": "num_inference_steps", "guidance": guidance, "guidance_low": f"{guidance}_2"}
     if family.modular:  # guided by its guider
         del names["guidance"]
+    if "adapter" in metadata:  # the result has neither that adapter nor its few steps
+        names = {}
     return arguments | {name: metadata[key] for key, name in names.items() if key in metadata}
 
 

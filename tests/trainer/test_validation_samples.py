@@ -2,17 +2,46 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
+import torch
+from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_shift, retrieve_timesteps
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from schemas.catalog import FAMILIES
 from schemas.config.validation import Validation, validation_samples
-from tests.trainer.runs import train
-from trainer.validation import divide_samples
+from tests.trainer.runs import moved, train
+from trainer.families.base import SIGMAS, module_of
+from trainer.validation import divide_samples, load_scheduler
 
 SANA = FAMILIES["sana"]
+SHIFT_RANGE = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+
+
+@pytest.mark.slow
+def test_a_distilled_checkpoint_has_its_own_noise_levels(ready, tmp_path) -> None:
+    """For as many steps as levels, as the pipeline passes them to its scheduler."""
+    sigmas, family, cpu = [1.0, 0.9, 0.4], module_of(FAMILIES["qwen-image-2.1"]), torch.device("cpu")
+    plain = ready("qwen-image-2.1", steps=1, adapter={"rank": 2}, validation={"steps": [2, 3], "guidance": 1.0})
+    own = moved(plain, shutil.copytree(plain.model.source, tmp_path / "turbo"))
+    (tmp_path / "turbo/model_index.json").write_text(json.dumps({"sample_sigmas": sigmas}))
+    own = own.model_copy(update={"output": str(tmp_path / "own")})
+    latents = dict[tuple[str, int], torch.Tensor]()
+    for name, config in (("plain", plain), ("own", own)):
+        config = config.model_copy(update={"validation": config.validation.changed(every=1)})
+        train(config)
+        for count in (2, 3):
+            file = config.run_folder / f"validation/step-000000/one_{count}steps.safetensors"
+            latents[name, count] = load_file(file)["latent"]
+    assert torch.equal(latents["plain", 2], latents["own", 2])
+    assert (latents["plain", 3] - latents["own", 3]).abs().max() > 1e-3
+    ours, theirs = (load_scheduler(plain.model.source, changes=changes) for changes in ({SIGMAS: sigmas}, {}))
+    mu = calculate_shift(64, *(theirs.config[key] for key in SHIFT_RANGE))
+    wanted, _ = retrieve_timesteps(theirs, 3, cpu, sigmas=sigmas, mu=mu)
+    family.set_timesteps(ours, 3, 64, cpu)
+    assert torch.equal(ours.timesteps, wanted) and torch.equal(ours.sigmas, theirs.sigmas)
 
 
 def test_ranks_denoise_equally_often_and_every_sample_counts_once() -> None:

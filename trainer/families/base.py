@@ -256,10 +256,16 @@ class ModelFamily(ABC):
         return latents_BCTHW
 
 
+#: Key of model_index.json, and then of the scheduler's config: the noise levels, before the shift, of a distilled
+#: checkpoint, in descending order.
+SIGMAS = "sample_sigmas"
+
+
 def set_linear_sigmas(
     scheduler: Any, steps: int, tokens: int, device: torch.device, linspace: Callable[..., Any] = np.linspace
 ) -> None:
-    """`ModelFamily.set_timesteps` for pipelines that pass sigmas from 1 to 1 / steps, and mu from the scheduler's
+    """`ModelFamily.set_timesteps` for pipelines that pass sigmas from 1 to 1 / steps, or the checkpoint's own sigmas if
+    there are as many of them as steps, and mu from the scheduler's
     config: mu is linear in the number of tokens (`calculate_shift`), and a scheduler with a fixed shift ignores it.
     linspace: the pipeline's function, in float64 (NumPy) or float32 (torch). A single step starts at sigma 1, which is
     set explicitly because a scheduler with a `shift_terminal` would compute 0 / 0."""
@@ -267,7 +273,8 @@ def set_linear_sigmas(
     fewest, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (high - low) / (most - fewest)
-    sigmas = linspace(1.0, 1 / steps, steps).tolist()
+    own = config.get(SIGMAS) or ()
+    sigmas = [*own] if len(own) == steps else linspace(1.0, 1 / steps, steps).tolist()
     scheduler.set_timesteps(sigmas=sigmas, mu=tokens * slope + low - slope * fewest, device=device)
     if steps == 1:
         scheduler.sigmas[0], scheduler.timesteps[0] = 1.0, config.num_train_timesteps

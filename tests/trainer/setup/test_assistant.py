@@ -1,5 +1,6 @@
 """An assistant affects training and the eval loss, and nothing else; an adapter of few steps affects samples only."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cache.models.weights import HubError
@@ -98,6 +100,9 @@ def test_an_adapter_of_few_steps_affects_samples_only(ready, assistant, tmp_path
         assert {step: resumed[step] for step in lines(plain, key)} == lines(plain, key), key
     before, after = result(plain), result(ours)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    with safe_open(ours.run_folder / "validation/step-000002/one.safetensors", "np") as file:
+        about = json.loads(file.metadata()["latentpress"])
+    assert (about["adapter"], about["steps"], about["guidance"]) == ("pytorch_lora_weights.safetensors", 3, 0.0)
     latents = {}
     for name, config, step in (("ours", ours, 2), ("plain", plain, 2), ("merged", on_merged, 0)):
         latents[name] = load_file(config.run_folder / f"validation/step-{step:06d}/one.safetensors")["latent"]
