@@ -176,6 +176,7 @@ def test_methods_on_the_device_are_those_of_the_cpu(make_config, make_set, helpe
             "steps": 1,
             "adapter": {"rank": 4},
             **PLAIN,
+            **({"guidance": {}} if names == "all" else {}),
         }
         config = make_config(
             "i2v",

@@ -23,7 +23,10 @@ def make(make_config, make_set, helpers, kind: str, **settings):
     return config
 
 
-@pytest.mark.parametrize("kind", ["t2i", "i2v", "z-image", long("sana"), long("wan-a14b")])
+@pytest.mark.parametrize(
+    "kind",
+    ["t2i", "i2v", "z-image", "qwen-image-2.1", *map(long, ("sana", "wan-a14b", "krea2", "flux3", "klein-i2i"))],
+)
 def test_the_target_is_guided_above_a_noise_level_before_the_shift(make_config, make_set, helpers, kind) -> None:
     """The prediction with the null prompt has the adapter, no gradient, and the same noise. The wanted prediction has a
     batch made of single rows of the set."""
@@ -43,7 +46,8 @@ def test_the_target_is_guided_above_a_noise_level_before_the_shift(make_config, 
     rows = (levels >= 0.4).nonzero()[:, 0]
     assert 0 < len(rows) < len(levels)
     nulls = plain_batch([run.loader.data.sample(ids.index(step.batch.ids[row]), "null") for row in rows.tolist()])
-    nulls.condition_BCTHW = step.batch.select(rows).condition_BCTHW  # drawn from its moments
+    rest = step.batch.select(rows)
+    nulls.condition_BCTHW = rest.condition_BCTHW
     with torch.no_grad():
         u = run.family.predict(
             run.model.eval(), step.noisy_BCTHW[rows], step.sigma_B[rows], nulls, run.config.model.task
