@@ -1,6 +1,7 @@
 """`train --dry-run --card`: predicts what fits before anything is discovered, without a network."""
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -68,6 +69,15 @@ def test_a_recipe_fits_its_card_and_a_small_one_is_told_what_helps(name: str) ->
     failed = {row["item"]: row["message"] for row in report.failed}
     assert report.exit_code == INCOMPLETE and "train" in failed and "would need less with" in failed["train"]
     assert all("GiB" in message for message in failed.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["image-style", "character", "editing-model", "video-motion"])
+def test_the_configuration_of_a_guide_fits_16_gb(name: str, tmp_path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / f"docs/guides/{name}.md").read_text(), re.DOTALL)
+    (tmp_path / "guide.yaml").write_text(next(block for block in blocks if block.startswith("root:")))
+    report = check_card(load_config(tmp_path / "guide.yaml"), 16.0, 1)
+    assert report.exit_code == OK and {row["fits"] for row in report.details["memory"]} == {"yes"}
 
 
 @pytest.mark.slow
