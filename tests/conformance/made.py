@@ -20,6 +20,7 @@ from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import TrainSet
 from examples.load_adapter import load_trained
 from examples.tiny_sets import write_set
+from schemas.config.methods import method_option
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from stages import bucket, discover, encode_latents, encode_text, index
@@ -120,7 +121,8 @@ class Made:
         """Of one run, the last expert's if there are two, on a set of random samples that have what methods need."""
         expert = ("train.experts=low",) if len(self.row.spec.components) > 1 else ()
         name += "-regularized" * ("regularization" in methods)
-        own = (f"root={name}", f"output={name}", f"train.methods={json.dumps(methods)}", *expert)
+        chosen = (f"{method_option(method)}={json.dumps(options)}" for method, options in methods.items())
+        own = (f"root={name}", f"output={name}", *chosen, *expert)
         config = self.home.config(*own, *overrides)
         if not (Path(config.root) / "sets").exists():
             samples = SimpleNamespace(mixed_items=mixed_items)

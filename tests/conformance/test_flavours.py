@@ -316,6 +316,7 @@ METHODS_USED = {
     "scheduled_sampling": {"probability": 1.0},
     "input_perturbation": {},
     "regularization": {},
+    "guidance": {"scale": 2.0},
 }
 
 
