@@ -236,8 +236,11 @@ def choose_settings(answers: Answers, candidate: Candidate, media: Media) -> Set
         settings.pop((*DATASET, "eval_fraction"), None)
     if media.count < FEW_ITEMS and ("train", "adapter", "rank") in settings:
         settings[("train", "adapter", "rank")] = FEW_RANK
-    for number, (text, source) in enumerate(media.prompts):
+    trigger = (answers.trigger or "").strip(" ,")
+    prompts = media.prompts or ([(trigger, None)] if trigger and answers.sources is None else [])
+    for number, (text, source) in enumerate(prompts):
         prompt_path = ("validation", "prompts", number)
+        text = text if trigger in text else f"{answers.trigger} {text}"
         settings |= {(*prompt_path, "name"): f"sample-{number + 1}", (*prompt_path, "prompt"): text}
         if answers.sources is not None and source is not None:
             settings[(*prompt_path, "image")] = f"{answers.sources}/{source}"

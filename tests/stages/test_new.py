@@ -138,6 +138,18 @@ def test_pairs_are_found_and_captions_are_never_invented(photos: Path, call: Cal
     assert load_config(photos / "one.yaml").datasets[0].trigger == "make it blue"
 
 
+def test_the_prompts_of_samples_have_the_trigger(photos: Path, call: Call) -> None:
+    """Also without captions, so that training makes pictures."""
+    words = ("--yes", "--task", "character", "--trigger", "ohwx man,", "--card", "16")
+    call(photos, "--config", "captions.yaml", *words)
+    prompts = [prompt.prompt for prompt in load_config(photos / "captions.yaml").validation.prompts]
+    assert prompts == ["ohwx man, picture 0", "ohwx man, picture 2"]
+    for path in (photos / "media").glob("*.txt"):
+        path.unlink()
+    call(photos, "--config", "none.yaml", *words)
+    assert [prompt.prompt for prompt in load_config(photos / "none.yaml").validation.prompts] == ["ohwx man"]
+
+
 def test_a_file_that_appeared_or_changed_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.yaml"
     file.write_text("theirs")
