@@ -89,6 +89,7 @@ CASES = {
         768,
     ),
     "Krea 2, 1024x1024": published("krea2", "krea-2-raw", "1024x1024"),
+    "Qwen-Image-2.1, 1024x1024": published("qwen-image-2.1", "qwen-image-2.1", "1024x1024"),
     "FLUX.2 klein 4B, 1024x1024": published("flux2-klein", "klein-base-4b", "1024x1024"),
     "FLUX.2 klein 9B, 1024x1024": published("flux2-klein", "klein-base-9b", "1024x1024"),
     "FLUX.2 klein 4B i2i, 1024x1024, one reference": published(

@@ -76,6 +76,10 @@ RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "flux-3-lora-16gb": (16, published("flux3", "klein-base"), "flux3"),
     "flux-3-edit-lora-16gb": (16, published("flux3", "klein-base-i2i"), "flux3"),
     "flux-3-edit-lora-24gb": (24, published("flux3", "klein-base-i2i"), "flux3"),
+    **{
+        f"qwen-image-21-lora-{size}gb": (size, published("qwen-image-2.1", "qwen-image-2.1"), "qwen-image-2.1")
+        for size in (12, 16, 24)
+    },
     "klein-9b-lora-16gb": (16, published("flux2-klein", "klein-base-9b"), "flux2-klein"),
 }
 LAYERS = {
@@ -84,6 +88,7 @@ LAYERS = {
     "qwen-image": 60,
     "qwen-image-edit-plus": 60,
     "krea2": 28,
+    "qwen-image-2.1": 32,
 }  # the defaults of the transformers' classes
 RESERVED_GIB = 1.0  # memory of a card for the CUDA context, kernels and fragmentation
 

@@ -26,6 +26,7 @@ from trainer.families.qwen_image import rotate
 
 FAMILY = FAMILIES["qwen-image-2.1"]
 BLOCK_TOKENS = BlockTokens(is_text_first=True)
+HOST = torch.device("cpu")  # named, because memory is predicted with another default device
 SLOT = 4  # tokens of an image in one place of a text: 2x2 latents
 Segment = tuple[int, int, bool]  # first token, end, whether it is text
 
@@ -162,8 +163,9 @@ class QwenImage21Transformer2DModel(StockTransformer):
         if encoder_hidden_states_mask is not None:
             lengths = encoder_hidden_states_mask.sum(1).tolist()
         layout = Layout.of(img_shapes[0], slots, lengths)
-        mask = layout.mask()
-        arrived = to_device_together([layout.positions(), *([] if mask is None else [mask])], device)
+        with HOST:
+            positions, mask = layout.positions(), layout.mask()
+        arrived = to_device_together([positions, *([] if mask is None else [mask])], device)
         text_BLD = take_text(encoder_hidden_states, slots)
         joint = join(self.txt_in(text_BLD), self.img_in(hidden_states), layout.segments)
         times = torch.cat([timestep.to(joint.dtype), timestep.new_zeros(1, dtype=joint.dtype)])
@@ -291,14 +293,14 @@ class QwenImage21(ModelFamily):
             start = end
         mask = None
         if batch.padded:
-            lengths_B1 = torch.tensor(batch.lengths)[:, None] + sum(slots[:-1])
-            mask = torch.arange(len(is_slot)) < lengths_B1
+            lengths_B1 = torch.tensor(batch.lengths, device=HOST)[:, None] + sum(slots[:-1])
+            mask = torch.arange(len(is_slot), device=HOST) < lengths_B1
         return {
             "hidden_states": torch.cat([pack(latents.to(dtype)) for latents in images], 1),
             "encoder_hidden_states": torch.cat(parts, 1),
             "timestep": (1000 * sigma_B).float().to(dtype) / 1000,
             "img_shapes": [shapes] * len(batch),
-            "img_mask": torch.tensor([is_slot + [True] * slots[-1]] * len(batch)),
+            "img_mask": torch.tensor([is_slot + [True] * slots[-1]] * len(batch), device=HOST),
             "encoder_hidden_states_mask": mask,
         }
 
