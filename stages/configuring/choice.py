@@ -208,7 +208,7 @@ def default_at(path: KeyPath) -> Any:
     else:
         value = (Model if path[0] == "model" else Dataset).model_fields[str(first)].default
     for key in keys:
-        value = getattr(value, str(key))
+        value = getattr(value, str(key), None)  # None: the section is absent by default
     return value
 
 
