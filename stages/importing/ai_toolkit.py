@@ -186,7 +186,7 @@ TRAIN_IDLE = """
 """
 SAVE: Rows = {
     "save_every": ("train.checkpoint_every", to.steps(to.positive_integer)),
-    "max_step_saves_to_keep": ("train.keep_checkpoints", to.positive_integer),
+    "max_step_saves_to_keep": ("train.keep_checkpoints", to.kept),
     "hf_repo_id": ("hub.repo", to.only_with("push_to_hub", to.text)),
     "hf_private": ("hub.private", to.only_with("push_to_hub", to.boolean)),
 }
@@ -259,7 +259,7 @@ def _size(value: Any, draft: Draft) -> str:
 
 
 SAMPLE: Rows = {
-    "sample_every": ("validation.every", to.steps(to.positive_integer)),
+    "sample_every": ("validation.every", to.steps(to.interval)),
     **dict.fromkeys(("width", "height"), ("validation.size", _size)),
     "sample_steps": ("validation.steps", to.integer),
     "guidance_scale": ("validation.guidance", to.number),

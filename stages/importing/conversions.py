@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from schemas.catalog import FAMILIES
+from schemas.config.section import MOST_STEPS
 from schemas.config.yaml_reader import KeyPath, parse_yaml
 from stages.importing.draft import NOTHING, Convert, Draft, Nearest, Several, is_off, section_options
 
@@ -62,6 +63,16 @@ def integer(value: Any, draft: Draft | None = None) -> int:
 def positive_integer(value: Any, draft: Draft | None = None) -> Any:
     """An integer; NOTHING for 0, which means "never" or "no limit"."""
     return integer(value) if number(value) > 0 else NOTHING
+
+
+def interval(value: Any, draft: Draft | None = None) -> int:
+    """A number of steps between validations; 0 or less means "never", here too."""
+    return max(0, integer(value))
+
+
+def kept(value: Any, draft: Draft | None = None) -> int:
+    """A number of checkpoints to keep; 0 or less means "all"."""
+    return integer(value) if number(value) > 0 else MOST_STEPS
 
 
 def text(value: Any, draft: Draft | None = None) -> str:
@@ -201,7 +212,7 @@ def steps(convert: Convert) -> Convert:
 
     def wrapped(value: Any, draft: Draft) -> Any:
         count = convert(value, draft)
-        if count is NOTHING or draft.step_ratio == 1:
+        if count is NOTHING or count == 0 or draft.step_ratio == 1:
             return count
         return Nearest(max(1, math.ceil(count / draft.step_ratio)))
 

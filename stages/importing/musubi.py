@@ -196,9 +196,9 @@ ARGUMENTS: Rows = {
     "output_name": ("train.run", to.run_name),
     "save_every_n_steps": ("train.checkpoint_every", to.steps(to.positive_integer)),
     "save_every_n_epochs": ("train.checkpoint_every", to.steps(to.epochs)),
-    "save_last_n_epochs": ("train.keep_checkpoints", to.positive_integer),
-    "save_last_n_epochs_state": ("train.keep_checkpoints", to.positive_integer),
-    "sample_every_n_steps": ("validation.every", to.steps(to.positive_integer)),
+    "save_last_n_epochs": ("train.keep_checkpoints", to.kept),
+    "save_last_n_epochs_state": ("train.keep_checkpoints", to.kept),
+    "sample_every_n_steps": ("validation.every", to.unless("sample_every_n_epochs", to.steps(to.interval))),
     "sample_every_n_epochs": ("validation.every", to.steps(to.epochs)),
     "log_with": ("train.trackers", to.one_of({
         "tensorboard": ["tensorboard"], "wandb": ["wandb"], "all": ["tensorboard", "wandb"]})),

@@ -232,7 +232,7 @@ ARGUMENTS: Rows = {
     **dict.fromkeys(("checkpoint_step_interval", "checkpointing_steps"), (
         "train.checkpoint_every", to.positive_integer)),
     "checkpoint_epoch_interval": ("train.checkpoint_every", to.epochs),
-    "checkpoints_total_limit": ("train.keep_checkpoints", to.positive_integer),
+    "checkpoints_total_limit": ("train.keep_checkpoints", to.kept),
     "resume_from_checkpoint": ("train.resume", to.one_of({"latest": NOTHING})),
     "output_dir": ("output", to.output_path),
     "report_to": ("train.trackers", lambda value, draft: [
@@ -244,7 +244,8 @@ ARGUMENTS: Rows = {
     "validation_guidance": ("validation.guidance", to.number),
     "validation_num_inference_steps": ("validation.steps", to.integer),
     "validation_seed": ("validation.seed", to.integer),
-    **dict.fromkeys(("validation_step_interval", "validation_steps"), ("validation.every", to.positive_integer)),
+    **dict.fromkeys(("validation_step_interval", "validation_steps"), (
+        "validation.every", to.unless("validation_epoch_interval", to.interval))),
     "validation_epoch_interval": ("validation.every", to.epochs),
     "validation_disable": ("validation.every", to.flag(0)),
     "num_eval_images": ("validation.eval_samples", to.integer),

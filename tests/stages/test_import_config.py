@@ -121,6 +121,16 @@ def test_values_have_the_meaning_that_they_have_there(tmp_path: Path) -> None:
     assert configs["simpletuner"].validation.prompts[0].prompt == "a photo of <token>"
 
 
+def test_zero_means_never_and_all_as_in_the_other_trainers(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    first = simpletuner(tmp_path / "a", validation_step_interval=0, checkpoints_total_limit=0)[0]
+    second = musubi(tmp_path / "b", "--task t2v-1.3B --sample_every_n_steps 0")
+    third = ai_toolkit(tmp_path / "c", sample={"sample_every": 0}, save={"max_step_saves_to_keep": 0})[0]
+    assert [config.validation.every for config in (first, second, third)] == [0, 0, 0]
+    assert min(first.train.keep_checkpoints, third.train.keep_checkpoints) > 10**6
+
+
 # -- outcomes of keys
 
 
