@@ -20,6 +20,7 @@ from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import TrainSet
 from examples.load_adapter import load_trained
 from examples.tiny_sets import write_set
+from schemas.catalog import get_flavour
 from schemas.config.methods import method_option
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
@@ -74,6 +75,7 @@ class Made:
                 "optimizer": {"lr": 5e-3, "warmup": 0},
                 "adapter": {"rank": 4, "alpha": 6.0, "dropout": 0.2},
                 **({"experts": "both"} if len(spec.components) > 1 else {}),
+                **({"guidance": {"scale": 2.0}} if get_flavour(row.family, row.flavour).has_guidance else {}),
             },
         )  # fmt: skip
         dataset = home.settings["datasets"][0]
@@ -122,7 +124,7 @@ class Made:
         expert = ("train.experts=low",) if len(self.row.spec.components) > 1 else ()
         name += "-regularized" * ("regularization" in methods)
         chosen = (f"{method_option(method)}={json.dumps(options)}" for method, options in methods.items())
-        own = (f"root={name}", f"output={name}", *chosen, *expert)
+        own = (f"root={name}", f"output={name}", "train.guidance=null", *chosen, *expert)
         config = self.home.config(*own, *overrides)
         if not (Path(config.root) / "sets").exists():
             samples = SimpleNamespace(mixed_items=mixed_items)
