@@ -83,7 +83,7 @@ class MaskedAttention:
 
 
 def split_mask(rotary: Rotary, size: int) -> tuple[Rotary, torch.Tensor | None]:
-    """Returns rotary embeddings of heads of this size, and the mask (B, S), None if there is no mask."""
+    """Returns rotary embeddings of heads of this size, and the mask (B, S) or None."""
     (cosine, real), (sine, _) = (part.tensor_split([size], -1) for part in rotary)
     if not real.shape[-1]:
         return (cosine, sine), None
