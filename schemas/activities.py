@@ -110,7 +110,7 @@ def format_seconds(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-class Shower(Protocol):
+class ActivityConsole(Protocol):
     """The methods of a console that this module calls."""
 
     def activity(
@@ -119,14 +119,14 @@ class Shower(Protocol):
     def log(self, message: str) -> None: ...
 
 
-_shower: Shower | None = None
+_console: ActivityConsole | None = None
 _say: Callable[[str], object] | None = None
 
 
-def show_activities(shower: Shower | None) -> None:
+def show_activities(console: ActivityConsole | None) -> None:
     """Set the console that shows this process's activities; None: they are not shown."""
-    global _shower
-    _shower = shower
+    global _console
+    _console = console
 
 
 def announce_by(say: Callable[[str], object] | None) -> None:
@@ -139,8 +139,8 @@ def announce(message: str) -> None:
     """Show a line about the current work. Can be called from any thread."""
     if _say is not None:
         _say(message)
-    elif _shower is not None:
-        _shower.log(message)
+    elif _console is not None:
+        _console.log(message)
 
 
 @contextmanager
@@ -154,8 +154,8 @@ def activity(
     is_main = threading.current_thread() is threading.main_thread()
     if is_main:
         check_stop()
-    if _shower is None or not is_main:
+    if _console is None or not is_main:
         yield Progress(total, description, unit)
         return
-    with _shower.activity(description, total=total, unit=unit, keep=keep, at_once=at_once) as task:
+    with _console.activity(description, total=total, unit=unit, keep=keep, at_once=at_once) as task:
         yield task
