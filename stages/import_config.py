@@ -16,6 +16,7 @@ from schemas.cli.console import NOT_COMPUTING, Console, Options, Report, make_ap
 from schemas.cli.starting import print_for_reader
 from schemas.config.loading import dotted_path, explain_error, parse_config, parse_override, read_text, set_value
 from schemas.config.pipeline import Config
+from schemas.config.section import NoEffect
 from schemas.config.yaml_editor import nest, value_at
 from schemas.config.yaml_reader import KeyPath
 from schemas.text_format import shorten
@@ -23,9 +24,6 @@ from stages.configuring.text import write_file, write_yaml
 from stages.importing.draft import Draft, Line, Trainer
 from stages.importing.files import ImportConfigError, Parsed, ReferencedFiles, read_file
 from stages.importing.trainers import TRAINERS
-
-#: Parts of the configuration's messages about values without an effect.
-IDLE = ("no effect", "is an option of", "not used", "remove it")
 
 
 def run(
@@ -165,8 +163,7 @@ def _correct_value(draft: Draft, path: KeyPath, message: str, limit: Any) -> boo
             line.note = "limited to the nearest valid value"
         draft.set(path, limit)
         return True
-    is_idle = any(word in message for word in IDLE)
-    return draft.remove_value(path, "needs nothing" if is_idle else "not carried over", message)
+    return draft.remove_value(path, "needs nothing" if isinstance(message, NoEffect) else "not carried over", message)
 
 
 def _make_report(draft: Draft, trainer: Trainer, target: Path, text: str, options: Options) -> Report:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,10 @@ class Project:
 
     def config(self, *overrides: str) -> Config:
         path = self.folder / "pipeline.yaml"
-        path.write_text(json.dumps(self.settings, indent=1))  # JSON is YAML
+        # Replaced at once, because several processes may write and read it. JSON is YAML.
+        with NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
+            file.write(json.dumps(self.settings, indent=1))
+        Path(file.name).replace(path)
         return load_config(path, overrides)
 
     def run(self, program: Callable[..., Report], *overrides: str, shard: str | None = None, **options: Any) -> Report:

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from schemas.config.section import (
     Name,
+    NoEffect,
     OneOrSeveral,
     Problem,
     Section,
@@ -117,7 +118,7 @@ class Video(Section, json_schema_extra={"affects": "plan"}):
         if self.clip_selection == "slide" and self.clip_stride is None:
             yield ("clip_stride",), "is required with clip_selection: slide; set it, for example to num_frames"
         if self.clip_selection != "slide" and self.clip_stride is not None:
-            yield ("clip_stride",), f"is not used with clip_selection: {self.clip_selection}; remove it"
+            yield ("clip_stride",), NoEffect(f"is not used with clip_selection: {self.clip_selection}; remove it")
         yield from foreign_options(self, "bucket_strategy", {"frame_interval": ("resolution_frames",)})
 
 
@@ -439,7 +440,10 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
         if self.animations == "video" and self.dataset_type != "video":
             yield ("animations",), "video needs dataset_type: video; for images, set it to first-frame"
         if self.eval and self.eval_fraction:
-            yield ("eval_fraction",), "has no effect, because eval: true holds out all items; remove one of the two"
+            yield (
+                ("eval_fraction",),
+                NoEffect("has no effect, because eval: true holds out all items; remove one of the two"),
+            )
         for key in (
             "instance_data_dir",
             "media_root",
@@ -479,7 +483,7 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
                 f"is required with crop_aspect: {self.crop_aspect}, for example [1.0, 0.75, 1.33]",
             )
         if self.face_detector and self.crop_style != "face":
-            yield ("face_detector",), "has no effect without crop_style: face; set that, or remove this"
+            yield ("face_detector",), NoEffect("has no effect without crop_style: face; set that, or remove this")
         low, target, high = self.minimum_image_size, self.target_downsample_size, self.maximum_image_size
         if target is not None and high is None:
             yield ("maximum_image_size",), "is required with target_downsample_size, to which larger items are scaled"
@@ -521,5 +525,5 @@ class Dataset(Section, json_schema_extra={"affects": "plan"}):
                 yield from idle_options(self, (key,), reason)
         if self.dataset_type == "image":
             reason = "has no effect with dataset_type: image; remove it, or set dataset_type: video"
-            for path, _ in idle_options(self.video, tuple(Video.model_fields), reason):
-                yield ("video", *path), reason
+            for path, message in idle_options(self.video, tuple(Video.model_fields), reason):
+                yield ("video", *path), message

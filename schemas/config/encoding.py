@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationInfo, field_validator
 
 from schemas.catalog import FAMILIES, VISION_MODELS, get_flavour
-from schemas.config.section import ADDRESS, Count, Device, Precision, Problem, Processes, Section, Seed, UnitFloat
+from schemas.config.section import (
+    ADDRESS,
+    Count,
+    Device,
+    NoEffect,
+    Precision,
+    Problem,
+    Processes,
+    Section,
+    Seed,
+    UnitFloat,
+)
 from schemas.family import Condition, Family, Flavour, Task, Template
 from schemas.text_format import suggest
 
@@ -20,7 +31,7 @@ STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
 MOST_PREFETCH = 1_000_000
 CAPTION_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
-CAPTION_MODEL_GB = 7.5  # size of its download
+CAPTION_MODEL_GB = 7.5  # size of its download: 3,754,622,976 weights in bfloat16
 PUBLISHED = "default"  # value of model.assistant: the flavour's published adapter
 MOST_READERS = 8  # more readers rarely make a disk faster
 
@@ -458,10 +469,13 @@ class Caption(Section, json_schema_extra={"affects": "captions"}):
 
     def _problems(self) -> Iterator[Problem]:
         if self.temperature == 0 and self.top_p != 1:
-            yield ("top_p",), "has no effect with temperature: 0; raise that, or remove this"
+            yield ("top_p",), NoEffect("has no effect with temperature: 0; raise that, or remove this")
         for number, prompt in enumerate(self.prompts or ()):
             if not prompt.strip():
                 yield ("prompts", number), f"is empty; set it to a preset ({', '.join(PRESETS)}) or a prompt"
+            elif "<|image_pad|>" in prompt or "<|video_pad|>" in prompt:
+                reason = "contains <|image_pad|> or <|video_pad|>, which are placeholders for media; remove them"
+                yield ("prompts", number), reason
             elif prompt in (self.prompts or ())[:number]:
                 yield ("prompts", number), "is already in the list; remove one of the two"
         for number, word in enumerate(self.forbidden_words):

@@ -10,6 +10,7 @@ from pydantic import Field
 from schemas.config.section import (
     MOST_STEPS,
     Count,
+    NoEffect,
     Problem,
     Section,
     Steps,
@@ -49,7 +50,7 @@ class Timesteps(Section, json_schema_extra={"affects": "run"}):
         if self.sampling == "list" and not self.values:
             yield ("values",), "is required with sampling: list; set it to sigmas from 0 (data) to 1 (noise)"
         if self.sampling == "list" and self.auto_shift:
-            yield ("auto_shift",), "has no effect with sampling: list; remove it"
+            yield ("auto_shift",), NoEffect("has no effect with sampling: list; remove it")
 
 
 class Loss(Section, json_schema_extra={"affects": "run"}):

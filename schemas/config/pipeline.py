@@ -11,7 +11,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Caption, Features, Latents, Masks, Model, StageName, Stages, Text, Vision
 from schemas.config.methods import Regularization
-from schemas.config.section import OneOrSeveral, Problem, Section, idle_options, listed
+from schemas.config.section import NoEffect, OneOrSeveral, Problem, Section, idle_options, listed
 from schemas.config.training import URL_ADVICE, Hub, Notify, Train
 from schemas.config.validation import (
     EVAL_SIGMAS,
@@ -253,7 +253,7 @@ class Config(Section):
         train, family = self.train, self.model.family
         if not self.experts:
             if train.experts is not None:
-                yield ("train", "experts"), f"is not valid for {family}, which has one transformer; remove it"
+                yield ("train", "experts"), NoEffect(f"is not valid for {family}, which has one transformer; remove it")
             if self.validation.guidance_low is not None:
                 yield (
                     ("validation", "guidance_low"),
@@ -308,8 +308,8 @@ class Config(Section):
                     "make_captions_where",
                     *(("generated_captions",) if dataset.caption_sets == ("current",) else ()),
                 )
-                for idle, _ in idle_options(dataset, keys, reason):
-                    yield (*path, *idle), reason
+                for idle, message in idle_options(dataset, keys, reason):
+                    yield (*path, *idle), message
             video = dataset.dataset_type == "video"
             if video and not self.model.family_spec.video:
                 yield (*path, "dataset_type"), f"'video' is not valid for {self.model.family}; valid: image"

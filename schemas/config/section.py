@@ -54,6 +54,10 @@ Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Problem = tuple[tuple[str | int, ...], str]
 
 
+class NoEffect(str):
+    """The error message of an option that has no effect because of other options: `import-config` removes it."""
+
+
 class InconsistentValues(ValueError):
     """Raised for values that are valid separately but not together; contains all problems of a section."""
 
@@ -105,7 +109,7 @@ def idle_options(section: Section, names: Sequence[str], reason: str) -> Iterato
     """Problems of the options `names` with non-default values that have no effect. reason: the error message."""
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].default:
-            yield (name,), reason
+            yield (name,), NoEffect(reason)
 
 
 def foreign_options(section: Section, key: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:

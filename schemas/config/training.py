@@ -25,6 +25,7 @@ from schemas.config.section import (
     Count,
     Device,
     Name,
+    NoEffect,
     Problem,
     Processes,
     Section,
@@ -434,12 +435,18 @@ class Train(Section, json_schema_extra={"affects": "run"}):
         if self.shift is not None and self.timesteps.auto_shift:
             yield ("shift",), "is computed by timesteps.auto_shift; remove one of the two"
         if self.shift is not None and self.timesteps.sampling == "list":
-            yield ("shift",), "has no effect with timesteps.sampling: list; remove it, or choose another sampling"
+            yield (
+                ("shift",),
+                NoEffect("has no effect with timesteps.sampling: list; remove it, or choose another sampling"),
+            )
         for method, section in self.used_methods.items():
             key = tuple(method_option(method).split(".")[1:])
             yield from ((key, reason) for reason in section.find_conflicts(self))
         if not self.gradient_checkpointing and self.gradient_checkpointing_interval != 1:
-            yield ("gradient_checkpointing_interval",), "has no effect with gradient_checkpointing: false; remove it"
+            yield (
+                ("gradient_checkpointing_interval",),
+                NoEffect("has no effect with gradient_checkpointing: false; remove it"),
+            )
         if self.compile == "none":
             yield from idle_options(
                 self, ("compile_backend",), "has no effect with compile: none; set that, or remove this"

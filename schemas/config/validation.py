@@ -19,6 +19,7 @@ from schemas.config.section import (
     WORD,
     AttentionBackend,
     Name,
+    NoEffect,
     OneOrSeveral,
     Problem,
     Section,
@@ -179,7 +180,7 @@ class Validation(GridSection, json_schema_extra={"affects": "run"}):
     def _problems(self) -> Iterator[Problem]:
         yield from super()._problems()
         if self.placeholders and self.prompts_file is None:
-            yield ("placeholders",), "has no effect without prompts_file; set that, or remove this"
+            yield ("placeholders",), NoEffect("has no effect without prompts_file; set that, or remove this")
 
 
 MOST_SAMPLES = 10_000  # of one validation

@@ -159,10 +159,6 @@ class QwenInputs(ModelInputs):
         image_id, video_id = self._config.image_token_id, self._config.video_token_id
         for token, name in ((image_id, "image_grid_thw"), (video_id, "video_grid_thw")):
             counts[token] = (vision[name].prod(-1) // merged).tolist() if name in vision else []
-            if ids.count(token) != len(counts[token]):
-                raise ValueError(
-                    "the question contains <|image_pad|> or <|video_pad|>, which are placeholders for media"
-                )
         counters = {token: iter(values) for token, values in counts.items()}
         ids = [copy for token in ids for copy in [token] * (next(counters[token]) if token in counters else 1)]
         ids_1L = torch.tensor([ids])

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from schemas.config.encoding import Caption
 from schemas.config.loading import ConfigError, dump_yaml, load_config, type_at
 from schemas.config.pipeline import Config
 
@@ -238,3 +239,9 @@ def test_types_are_found_by_path():
 def test_a_file_url_is_a_path_like_any_other(write, tmp_path):
     config = load_config(write(), ["root=file://work", f"output=file://{tmp_path}/out"])
     assert (config.root, config.output) == (str(tmp_path / "work"), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>"])
+def test_a_caption_prompt_with_a_placeholder_of_media_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match="placeholders for media; remove them"):
+        Caption(prompts=("brief", f"Describe {token}."))
