@@ -217,8 +217,8 @@ class Interview:
             folder, here = listing.folder.resolve(), Path.cwd()
             path = folder.parent / f"{make_name(folder.name)}.yaml"
             self.file = path.relative_to(here) if path.is_relative_to(here) else path
-        counts = f"{len(listing.images)} pictures, {len(listing.videos)} clips, {len(listing.captions)} with a caption"
-        self.console.log(f"{shown_path(listing.folder)}: {counts} file")
+        counts = f"pictures: {len(listing.images)}, clips: {len(listing.videos)}, captions: {len(listing.captions)}"
+        self.console.log(f"{shown_path(listing.folder)}: {counts}")
         task = self._ask_task(listing)
         valid_names = choice.families(task)
         if self.family is not None and self.family not in valid_names:
