@@ -26,7 +26,7 @@ from schemas.config.training import Offload, Train
 from schemas.family import Task
 from stages.rehearsing.tiny_models import make_model
 from trainer import flow
-from trainer.attention import NATIVE, use_backend
+from trainer.attention import AUTO, use_kernels
 from trainer.batch import NULL_LENGTHS, Batch
 from trainer.families.base import ModelFamily, module_of
 from trainer.families.kandinsky5 import Kandinsky5Transformer3DModel, install_processors
@@ -71,8 +71,8 @@ def make_transformer(name: str, family: ModelFamily, options: argparse.Namespace
         model.load_state_dict(stock.state_dict())
         install_processors(model)
     make_trainable(model, family, FAMILY_TASKS[name], settings.adapter, settings.weight_precision)
-    if settings.attention_backend != NATIVE:
-        use_backend(model, family, settings.attention_backend)
+    if settings.attention != AUTO:
+        use_kernels(model, family, settings.attention)
     if settings.compile == "blocks":
         compile_blocks(family.blocks(model, FAMILY_TASKS[name]), settings.compile_backend, lambda line: None)
     reduce_memory(model, family, FAMILY_TASKS[name], settings, torch.device("cpu"))

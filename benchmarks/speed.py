@@ -48,8 +48,6 @@ def ways(name: str) -> dict[str, dict[str, Any]]:
         "no checkpointing": {"gradient_checkpointing": False},
         f"blocks compiled, {backend}": {"compile": "blocks", "compile_backend": backend},
     }
-    if name != "sana":  # Sana's self-attention is linear
-        settings |= {f"attention {each}": {"attention_backend": each} for each in ("_native_flash", "_native_math")}
     return settings
 
 

@@ -18,15 +18,11 @@ QUANTIZATION_LIBRARIES = {
     "fp8-torchao": "torchao",
     "nf4-bnb": "bitsandbytes",
 }
-#: Values of attention options -> the package with the kernels; `kernels` loads them from the Hub.
+#: Values of attention options -> the package with the kernels.
 ATTENTION_LIBRARIES = {
     "flash_attention_2": "flash_attn",
     "flash": "flash_attn",
-    "xformers": "xformers",
     "sage": "sageattention",
-    "flash_hub": "kernels",
-    "_flash_3_hub": "kernels",
-    "sage_hub": "kernels",
 }
 
 
@@ -62,10 +58,8 @@ LIBRARIES = (
     Library("bitsandbytes", "bitsandbytes", "nf4-bnb, 8-bit optimizers", "quant", imported=True),
     Library("optimum.quanto", "optimum-quanto", "int8-quanto", "quant", imported=True),
     Library("torchao", "torchao", "int8-torchao, fp8-torchao", "quant", imported=True),
-    Library("flash_attn", "flash-attn", "attention backend flash, flash_attention_2", imported=True),
-    Library("xformers", "xformers", "attention backend xformers", imported=True),
-    Library("sageattention", "sageattention", "attention backend sage", imported=True),
-    Library("kernels", "kernels", "attention backends of the Hub"),
+    Library("flash_attn", "flash-attn", "attention flash, flash_attention_2", imported=True),
+    Library("sageattention", "sageattention", "attention sage", imported=True),
     Library("prodigyopt", "prodigyopt", "optimizer prodigy", "optimizers"),
     Library("schedulefree", "schedulefree", "optimizer adamw-schedulefree", "optimizers"),
     Library("optimi", "torch-optimi", "optimizers optimi-*", "optimizers"),
@@ -115,8 +109,8 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
             yield QUANTIZATION_LIBRARIES[value], f"{option} {value}"
     attention = {
         "text.attention": config.text.attention,
-        "train.attention_backend": config.train.attention_backend,
-        "validation.attention_backend": config.validation.attention_backend,
+        "train.attention": config.train.attention,
+        "validation.attention": config.validation.attention,
     }
     for option, name in attention.items():
         if name in ATTENTION_LIBRARIES:

@@ -249,7 +249,7 @@ def _describe_devices(finding: Finding) -> Iterator[Row]:
         yield _row(f"{device['device']}: dtypes", ", ".join(device["dtypes"]), consequence, advice)
         if device["type"] == "cuda" and finding["build"].startswith("CUDA"):
             yield _describe_allocator(f"{device['device']}: allocator", finding["allocator"])
-        yield _row(f"{device['device']}: attention", ", ".join(["native", *device["attention"]]))
+        yield _row(f"{device['device']}: attention", ", ".join(["sdpa", *device["attention"]]))
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     consequence = "" if compiler else "train.compile cannot be used; sparse attention (NABLA) computes every block"
     yield _row("C++ compiler", compiler or "none", consequence, "" if compiler else "install one: apt install g++")

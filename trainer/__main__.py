@@ -150,11 +150,11 @@ def _predict(
     console: Console,
     ranks: int,
 ) -> dict[str, Any]:
-    """Details of a dry run: the memory of a step of the largest bucket, by part, and the attention backends. Makes the
-    checks of training first. shape: the transformer's config.json."""
+    """Details of a dry run: the memory of a step of the largest bucket, by part, and the kernels of attention. Makes
+    the checks of training first. shape: the transformer's config.json."""
     check_text_width(config.model, data, shape)
     with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
-        from trainer.attention import try_backends
+        from trainer.attention import try_kernels
         from trainer.families.base import module_of
         from trainer.memory.card_fit import predict_step
         from trainer.setup.checks import check_training
@@ -165,16 +165,16 @@ def _predict(
     try:
         torch_device = find_device(device)
     except DeviceNotFound as error:
-        console.warn(f"the device and the attention backends are not checked: {error}")
+        console.warn(f"the device and the kernels of attention are not checked: {error}")
         return predict_step(config, shape, buckets, ranks, console.warn) | {"attention": []}
     check_training(config, family, torch_device, console.warn, buckets, data, ranks)
     details = predict_step(config, shape, buckets, ranks, console.warn)
-    backends = list[dict[str, Any]]()
-    for option, name, refusal in try_backends(config, family, torch_device):
-        backends.append({"option": option, "backend": name, "device": str(torch_device), "usable": refusal is None})
+    kernels = list[dict[str, Any]]()
+    for option, name, refusal in try_kernels(config, family, torch_device):
+        kernels.append({"option": option, "kernels": name, "device": str(torch_device), "usable": refusal is None})
         if refusal is not None:
             console.warn(f"{refusal.message.rstrip('.')}; training would end with this error. {refusal.next_step}")
-    return details | {"attention": backends}
+    return details | {"attention": kernels}
 
 
 def _report_damage(report: Report, damage: DamageError) -> Report:
@@ -283,8 +283,8 @@ def warn_of_learning_rate(settings: Train, console: Console) -> None:
 
 app = make_app(
     "train",
-    "Train an adapter or a model on a training set. --dry-run predicts the memory by part and tries the attention "
-    "backends, for which it imports torch and reads the transformer's config.json.",
+    "Train an adapter or a model on a training set. --dry-run predicts the memory by part and tries the kernels of "
+    "attention, for which it imports torch and reads the transformer's config.json.",
     run,
     unused=("workers",),
 )

@@ -32,7 +32,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
                 signature["methods"].setdefault("regularization", saved_methods["regularization"])
             check_signature(checkpoint, signature)
         with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
-            from trainer.attention import check_attention
+            from trainer.attention import choose_attention
             from trainer.families.base import module_of
             from trainer.memory.card_fit import list_buckets
             from trainer.setup.checks import check_options, check_training
@@ -45,7 +45,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
         family, device = module_of(config.model.family_spec), find_device(options.device or config.train.device)
         if knows_model:
             check_training(config, family, device, console.warn, buckets, data)
-            check_attention(config, family, device)
+            choose_attention(config, family, device)
         else:
             check_options(config, device, buckets)
     return Report("checks", dry_run=options.dry_run, what="checks")

@@ -28,7 +28,7 @@ from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from trainer import flow
 from trainer.adapters.files import write_tensors
-from trainer.attention import validation_backend
+from trainer.attention import validation_attention
 from trainer.batch import Batch, make_batch
 from trainer.data import BatchReader, to_tensor
 from trainer.families.base import SIGMAS, ModelFamily, sampling
@@ -137,7 +137,7 @@ def write_validation_latents(
     samples = list_samples(config, data)
     if not samples:
         return 0
-    prompts, task, training = data.validation, config.model.task, config.train.attention_backend
+    prompts, task = data.validation, config.model.task
     own_sigmas = (find_index(config.model) or {}).get(SIGMAS)
     scheduler = load_scheduler(
         config.model.source,
@@ -161,8 +161,8 @@ def write_validation_latents(
                     denoising = Denoising(current, family, task, *inputs, deepcopy(scheduler), sample.steps)
                 scale = sample.guidance if sample.guidance_low is None or lowest else sample.guidance_low
                 precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
-                backend = validation_backend(current, family, training, config.validation.attention_backend)
-                with precision, backend, sampling(current):
+                attention = validation_attention(current, family, config.validation.attention)
+                with precision, attention, sampling(current):
                     denoising.take_steps(current, scale, lowest, advance)
                 if lowest:
                     started[number] = denoising

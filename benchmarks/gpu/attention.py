@@ -1,51 +1,49 @@
-"""Attention backends at Video Lite's shapes: the kernels alone, and training steps with each.
+"""Kernels of attention at Video Lite's shapes: the kernels alone, and training steps with each.
 
 Forward and backward pass of the kernels (only the forward pass of kernels without a backward pass), each in relation to
-"native" in the same pass. A backend that is not available has the reason in its row.
+"sdpa" in the same pass. Kernels that are not available have the reason in their row. For flash-varlen, two samples of
+which one is half padding, in relation to "sdpa" with a mask.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import get_args
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 
 from benchmarks import device_usage as devices
 from benchmarks.common import print_header, print_row
 from benchmarks.gpu import nabla, video_lite
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import Case, measure_cases
-from schemas.config.section import AttentionBackend
-from trainer.attention import find_problem
+from schemas.config.section import Attention
+from trainer.attention import BACKENDS, SDPA, VARLEN, find_problem
+from trainer.joint_attention import attend
 
 LORA = {"adapter": {"rank": 32}}
-TRAINED = ("native", "_native_flash", "_native_cudnn", "flash", "_flash_3_hub")
-CASES = tuple(Case(f"attention {name}", {**LORA, "attention_backend": name}) for name in TRAINED)
+TRAINED = ("sdpa", "cudnn", "flash")
+CASES = tuple(Case(f"attention {name}", {**LORA, "attention": name}) for name in TRAINED)
 TOKENS = (4096, 24_576)  # of a picture of 1024x1024, and of a clip of 512x768 with 61 frames
-MAX_SCORES = 8 << 30  # bytes of scores in a backend that stores them
-COLUMNS = ("backend", "tokens", "forward, ms", "of native's", "forward and backward, ms", "of native's", "error")
+COLUMNS = ("kernels", "tokens", "forward, ms", "of sdpa's", "forward and backward, ms", "of sdpa's", "error")
 
 
 def run(options: PartOptions) -> None:
     device = torch.device(options.device)
     heads, counts = (2, (128,)) if options.tiny else (nabla.HEADS, TOKENS)
-    print(f"{heads} heads of {nabla.HEAD_DIM}, bfloat16; error: relative error of the output compared with native.\n")
+    print(f"{heads} heads of {nabla.HEAD_DIM}, bfloat16; error: relative error of the output compared with sdpa.\n")
     print_header(*COLUMNS)
-    available = [name for name in get_args(AttentionBackend) if is_available(name, device)]
+    available = [name for name in get_args(Attention) if name in BACKENDS and is_available(name, device)]
     for tokens in counts:
         compare_kernels(available, tokens, heads, device)
     print()
-    cases = [case for case in CASES if case.settings["attention_backend"] in available]
+    cases = [case for case in CASES if case.settings["attention"] in available]
     model = video_lite.model(options.tiny)
     measure_cases(options, model if options.tiny else replace(model, bucket="768x512@29"), cases)
 
 
 def is_available(name: str, device: torch.device) -> bool:
-    """Whether a backend is available. If it is not, print a row with the reason."""
-    problem = find_problem(name, nabla.HEAD_DIM, torch.bfloat16, device, gradient=trains(name))
+    """Whether kernels are available. If they are not, print a row with the reason."""
+    problem = find_problem(name, nabla.HEAD_DIM, torch.bfloat16, device, trains(name), is_masked=name == VARLEN)
     if problem:
         print_row(name, problem.replace("|", "/")[:200], *[""] * (len(COLUMNS) - 2))
     return not problem
@@ -57,36 +55,23 @@ def trains(name: str) -> bool:
 
 def compare_kernels(names: list[str], tokens: int, heads: int, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(0)
-    shape = (3, 1, tokens, heads, nabla.HEAD_DIM)
+    shape = (3, 2, tokens, heads, nabla.HEAD_DIM)
     values = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
     inputs = [tensor.requires_grad_() for tensor in values.unbind()]
-    baseline: dict[str, float] = {}
-    expected = None
+    mask_BS = torch.ones(shape[1:3], dtype=torch.bool, device=device)
+    mask_BS[1, : tokens // 2] = False
     for name in names:
-        if name == "_native_math" and 2 * heads * tokens**2 > MAX_SCORES:
-            print_row(name, f"{tokens:,}", f"scores of {2 * heads * tokens**2 / 2**30:.0f} GiB", *[""] * 4)
-            continue
-        with use_backend(name) as attend, torch.no_grad():
-            output = attend(*inputs)
-            expected = output if expected is None else expected
-            error = nabla.relative_errors([output], [expected])[0]
-            times = {"forward": fastest(partial(attend, *inputs), device)}
+        mask = mask_BS if name == VARLEN else None
+        kept = 1 if mask is None else mask[..., None, None]
+        kernels, stock = (partial(attend, mask=mask, backend=BACKENDS[each]) for each in (name, SDPA))
+        with torch.no_grad():
+            error = nabla.relative_errors([kernels(*inputs) * kept], [stock(*inputs) * kept])[0]
+            times = [fastest(partial(each, *inputs), device) for each in (kernels, stock)]
         if trains(name):
-            with use_backend(name) as attend:
-                times["both"] = fastest(partial(nabla.compute, attend, inputs), device)
-        baseline = baseline or times
-        cells = [
-            cell
-            for key in ("forward", "both")
-            for cell in ([f"{1e3 * times[key]:.3g}", f"{times[key] / baseline[key]:.2f}"] if key in times else ["", ""])
-        ]
-        print_row(name, f"{tokens:,}", *cells, f"{error:.1g}")
-
-
-@contextmanager
-def use_backend(name: str) -> Iterator[nabla.Attention]:
-    with attention_backend(name):
-        yield partial(dispatch_attention_fn, backend=AttentionBackendName(name))
+            times += [fastest(partial(nabla.compute, each, inputs), device) for each in (kernels, stock)]
+        pairs = zip(times[::2], times[1::2], strict=True)
+        cells = [cell for ours, theirs in pairs for cell in (f"{1e3 * ours:.3g}", f"{ours / theirs:.2f}")]
+        print_row(name, f"{tokens:,}", *cells, *[""] * (4 - len(cells)), f"{error:.1g}")
 
 
 def fastest(work: partial, device: torch.device) -> float:

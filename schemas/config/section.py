@@ -29,10 +29,7 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["float32", "bfloat16", "float16"]
 Device = Annotated[str, Field(pattern=NAME_OF_DEVICE, description=DESCRIPTION)]
-AttentionBackend = Literal[  # as diffusers names them
-    "native", "_native_flash", "_native_cudnn", "_native_efficient", "_native_math", "flash", "flash_hub",
-    "_flash_3_hub", "xformers", "sage", "sage_hub",
-]  # fmt: skip
+Attention = Literal["auto", "sdpa", "cudnn", "flash", "flash-varlen", "sage"]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 #: A value, or a list of values. The tags are parts of pydantic's paths of errors, which `explain_error` drops.

@@ -21,7 +21,7 @@ from schemas.config.section import (
     LICENSE,
     MOST_STEPS,
     REPO,
-    AttentionBackend,
+    Attention,
     Count,
     Device,
     Name,
@@ -118,14 +118,12 @@ BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8
 
 
 def _refuse_inference_kernels(name: str) -> str:
-    if name.startswith("sage"):
-        raise ValueError(
-            f"{name}: SageAttention's kernels have no backward pass; use it for validation.attention_backend only"
-        )
+    if name == "sage":
+        raise ValueError("sage: SageAttention's kernels have no backward pass; use it for validation.attention only")
     return name
 
 
-TrainingBackend = Annotated[AttentionBackend, AfterValidator(_refuse_inference_kernels)]
+TrainingAttention = Annotated[Attention, AfterValidator(_refuse_inference_kernels)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 
@@ -363,8 +361,8 @@ class Train(Section, json_schema_extra={"affects": "run"}):
     gradient_checkpointing_interval: Count = Field(1, description="recompute every n-th block; 1: all blocks")
     offload: Offload = Field(Offload(), description="tensors in host memory instead of device memory")
     parallel: Parallel = Field(Parallel(), description="training with several processes")
-    attention_backend: TrainingBackend = Field(
-        "native", description="backend of the self-attention of visual tokens; docs/training.md"
+    attention: TrainingAttention = Field(
+        "auto", description="kernels of the attention of visual tokens; docs/training.md"
     )
     compile: Literal["none", "blocks"] = Field("none", description="blocks: compile each block with torch.compile")
     compile_backend: str = Field("inductor", min_length=1, description="backend of torch.compile")

@@ -17,7 +17,7 @@ from schemas.config.section import (
     PATTERNS,
     SIZE,
     WORD,
-    AttentionBackend,
+    Attention,
     Name,
     NoEffect,
     OneOrSeveral,
@@ -158,8 +158,8 @@ class Validation(GridSection, json_schema_extra={"affects": "run"}):
         None, gt=0, le=1000, description="shift of the sampling schedule; default: the checkpoint's"
     )
     seed: OneOrSeveral[Seed] = Field(0, description="seed, one or several; the eval loss uses the first")
-    attention_backend: AttentionBackend | None = Field(
-        None, description="backend of the self-attention for prompts; default: train.attention_backend"
+    attention: Attention | None = Field(
+        None, description="kernels of the attention for prompts; default: train.attention"
     )
     eval_samples: int = Field(
         8, ge=0, le=1_000_000, description="number of samples of the eval loss, at fixed noise levels; 0: no eval loss"

@@ -169,8 +169,8 @@ TRAIN: Rows = {
     "loss_type": ("train.loss.type", to.one_of({"mse": "mse", "pseudo_huber": "huber", "mae": "smooth_l1"}, "mse")),
     "ema_config": ("train.ema.decay", lambda value, draft: NOTHING if is_off(value.get("use_ema")) else to.number(
         value.get("ema_decay", 0.999))),
-    "attention_backend": ("train.attention_backend", to.one_of(to.ATTENTION, "native")),
-    "xformers": ("train.attention_backend", to.flag("xformers")),
+    "attention_backend": ("train.attention", to.one_of(to.ATTENTION, "sdpa")),
+    "xformers": ("train.attention", to.flag(Nearest("sdpa"))),
     "prompt_dropout_prob": ("train.caption_dropout", to.number),
     "reg_weight": ("train.methods.regularization.weight", to.only_if(to.has_regularization, to.number)),
     "inverted_mask_prior_multiplier": ("train.methods.masked_loss.prior_weight", to.only_with(

@@ -18,12 +18,12 @@ DTYPES = {
     **dict.fromkeys(("no", "fp32", "float32", "float", "none"), "float32"),
 }
 ATTENTION = {
-    **dict.fromkeys(("diffusers", "native", "sdpa"), "native"),
+    **dict.fromkeys(("diffusers", "native", "sdpa"), "sdpa"),
     **dict.fromkeys(("flash", "flash-attn", "flash-attn-2"), "flash"),
-    **dict.fromkeys(("flash-attn-3", "flash3", "_flash_3", "_flash_3_hub"), "_flash_3_hub"),
-    "xformers": "xformers", "cudnn": "_native_cudnn", "native-flash": "_native_flash",
-    "native-efficient": "_native_efficient", "native-math": "_native_math",
-}  # fmt: skip
+    **dict.fromkeys(("cudnn", "native-cudnn", "_native_cudnn"), "cudnn"),
+    **dict.fromkeys(("flash-attn-3", "flash3", "_flash_3", "_flash_3_hub"), Nearest("flash")),
+    **dict.fromkeys(("flash-attn-varlen", "flash_varlen"), "flash-varlen"),
+}
 QUANTIZED = {
     **dict.fromkeys(("no_change", "none"), "no_change"),
     **{name: name for name in ("int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb")},

@@ -201,7 +201,7 @@ ARGUMENTS: Rows = {
     "group_offload_use_stream": ("train.offload.streams", to.only_with("enable_group_offload", to.flag())),
     "musubi_blocks_to_swap": ("train.offload.blocks", to.if_positive),
     "ramtorch": ("train.offload.blocks", to.flag()),
-    "attention_mechanism": ("train.attention_backend", to.one_of(to.ATTENTION, "native")),
+    "attention_mechanism": ("train.attention", to.one_of(to.ATTENTION, "sdpa")),
     "dynamo_backend": ("train.compile_backend", to.compiled),
     "caption_dropout_probability": ("train.caption_dropout", to.number),
     "use_ema": ("train.ema.decay", to.only_with("use_ema", lambda value, draft: to.number(

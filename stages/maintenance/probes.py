@@ -31,13 +31,6 @@ LEAST_SPACE = 20 << 30  # bytes of free disk space; a cache of a few thousand cl
 UNWRITABLE = "nothing can be written there"
 DTYPES = ("float32", "bfloat16", "float16")
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper
-#: train.attention_backend -> torch's name of the kernels of scaled_dot_product_attention
-ATTENTION_KERNELS = {
-    "_native_flash": "FLASH_ATTENTION",
-    "_native_efficient": "EFFICIENT_ATTENTION",
-    "_native_cudnn": "CUDNN_ATTENTION",
-    "_native_math": "MATH",
-}
 #: Codec -> FFmpeg's decoders; one of them is enough.
 DECODERS = {
     "H.264": ("h264",),
@@ -128,7 +121,7 @@ def probe_devices(*names: str) -> dict[str, Any]:
 
 def _describe(name: str, model: str, device: "torch.device") -> dict[str, Any]:
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
     row: dict[str, Any] = {"device": name, "type": device.type, "name": model, "dtypes": [], "attention": []}
     for dtype in DTYPES:
@@ -142,11 +135,16 @@ def _describe(name: str, model: str, device: "torch.device") -> dict[str, Any]:
         and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
     ):
         row["dtypes"].append("float8")
-    for backend, kernels in ATTENTION_KERNELS.items():
-        with suppress(RuntimeError, AttributeError), sdpa_kernel(getattr(SDPBackend, kernels)):
-            query = torch.ones(1, 2, 16, 64, dtype=torch.bfloat16, device=device)
-            if bool(torch.nn.functional.scaled_dot_product_attention(query, query, query).isfinite().all()):
-                row["attention"].append(backend)
+    query = torch.ones(1, 2, 16, 64, dtype=torch.bfloat16, device=device)
+    ends = torch.tensor([0, 9, 16], dtype=torch.int32, device=device)
+    with suppress(RuntimeError), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        if bool(torch.nn.functional.scaled_dot_product_attention(query, query, query).isfinite().all()):
+            row["attention"].append("cudnn")
+    with suppress(RuntimeError):
+        packed = query[0].transpose(0, 1)
+        out = varlen.varlen_attn(packed, packed, packed, ends, ends, 9, 9)
+        if isinstance(out, torch.Tensor) and bool(out.isfinite().all()):
+            row["attention"].append("flash-varlen")
     return row
 
 

@@ -21,7 +21,7 @@ VISION_KIND, SCORE_KIND = "dinov2", "clip"
 OFF = (
     *("model.assistant", "text.quantization", "text.offload", "text.attention", "latents.chunk_frames"),
     *("train.weight_precision", "train.base_precision", "train.offload", "train.parallel", "train.compile"),
-    *("train.attention_backend", "train.local_cache", "train.adapter.init_from", "validation.attention_backend"),
+    *("train.attention", "train.local_cache", "train.adapter.init_from", "validation.attention"),
     *("validation.adapter", "validation.preview_autoencoder", "stages.engine", "caption", "masks", "notify", "hub"),
 )
 #: Further options that are set to their defaults: they belong to the weights, or to an option in OFF.

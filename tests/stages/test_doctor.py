@@ -28,7 +28,7 @@ DEVICES = {
             "type": "cuda",
             "name": "an old card",
             "dtypes": ["float32", "float16"],
-            "attention": ["_native_math"],
+            "attention": ["sdpa"],
             "memory": 8 << 30,
             "free": 1 << 30,
         },
@@ -73,7 +73,7 @@ def test_without_a_configuration_it_names_what_is_here(tmp_path: Path, monkeypat
     devices = rows(report, "devices")
     assert devices["torch"]["found"].startswith(__import__("torch").__version__)
     assert "float32, bfloat16" in devices["cpu: dtypes"]["found"]
-    assert "_native_math" in devices["cpu: attention"]["found"]
+    assert "sdpa" in devices["cpu: attention"]["found"]
     assert rows(report, "decoders")["H.264"]["found"] == "decoded"
     assert str(tmp_path) in rows(report, "disks")["this folder"]["found"]
     assert list(tmp_path.iterdir()) == []
@@ -124,7 +124,7 @@ def test_the_probe_finds_the_users_setting_of_the_allocator(monkeypatch) -> None
     [
         ("model.precision=bfloat16", "train.device", "cuda:0 does not support bfloat16"),
         ("train.base_precision=fp8-torchao", "train.device", "cuda:0 does not support float8"),
-        ("train.attention_backend=xformers", "train.attention_backend xformers", "xformers: not installed"),
+        ("train.attention=flash", "train.attention flash", "flash-attn: not installed"),
         ("train.optimizer.name=lion_pytorch.Lion", "train.optimizer.name lion_pytorch.Lion", "lion_pytorch: not"),
         ("text.quantization=nf4-bnb", "text.quantization nf4-bnb", "bitsandbytes: no driver"),
     ],

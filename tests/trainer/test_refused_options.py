@@ -88,7 +88,7 @@ REFUSED: list[tuple[type[Section], dict[str, Any], str, tuple[str, ...]]] = [
         "parallel.gradient_compression",
         ("strategy", "ddp"),
     ),
-    (Train, {"attention_backend": "sage"}, "attention_backend", ("sage", "validation.attention_backend")),
+    (Train, {"attention": "sage"}, "attention", ("sage", "validation.attention")),
 ]
 
 

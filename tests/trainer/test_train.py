@@ -337,7 +337,7 @@ def test_dry_run_says_what_would_be_trained(ready, program) -> None:
     assert code == OK and report["remaining"] == 40 and report["details"]["samples"] == 12
     assert report["details"]["steps_per_epoch"] == 3
     buckets = {row["bucket"]: row for row in report["details"]["buckets"]}
-    attention = {"option": "train.attention_backend", "backend": "native", "device": "cpu", "usable": True}
+    attention = {"option": "train.attention", "kernels": "sdpa", "device": "cpu", "usable": True}
     assert report["details"]["attention"] == [attention]
     assert buckets["64x64"] == {"bucket": "64x64", "samples": 8, "draws": 8, "fill": 2, "shift": 1.649}
     assert not (config.run_folder).exists()

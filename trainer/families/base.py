@@ -137,7 +137,8 @@ class ModelFamily(ABC):
     float32 for any dtype: never call `.to(dtype)` on such a model. LORA_TARGETS: a regular expression that matches the
     full paths of the modules that LoRA adapts by default. QUANTIZED: a regular expression for the linear layers that
     are stored in 8 or 4 bits in a quantized base, nearly all weights. UNGUIDED_SCALE: the largest guidance scale at
-    which the pipeline does not compute the negative prompt.
+    which the pipeline does not compute the negative prompt. MASKS_TEXT: whether the modules of `dense_attention` also
+    compute texts, and mask their padding in a batch; their processors call `trainer.joint_attention.attend`.
     """
 
     TRANSFORMER: Any
@@ -145,6 +146,7 @@ class ModelFamily(ABC):
     LORA_TARGETS: str
     QUANTIZED: str
     UNGUIDED_SCALE = 1.0
+    MASKS_TEXT = False
 
     def load(
         self,
@@ -217,9 +219,9 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
-        """Returns the attention modules (of diffusers' AttentionModuleMixin) in which all visual tokens attend to each
-        other without a mask, and the size of a head. Raises ValueError, with the reason, if attention backends can't
-        compute them."""
+        """Returns the attention modules in which all visual tokens attend to each other, whose processors have the
+        attribute `_attention_backend`, and the size of a head. Raises ValueError, with the reason, if the kernels of
+        `train.attention` can't compute them."""
 
     @abstractmethod
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:

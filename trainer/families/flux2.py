@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2Transformer2DModel
 from torch.utils.hooks import RemovableHandle
 
@@ -21,6 +21,7 @@ from schemas.families.flux2 import FAMILIES, compute_mu
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments
+from trainer.joint_attention import attend
 
 FAMILY = FAMILIES["flux2-klein"]
 DOUBLE, SINGLE = BlockTokens(output=1, is_text_first=True), BlockTokens(is_text_first=True)
@@ -48,7 +49,7 @@ class JointAttention:
     ) -> torch.Tensor:
         """Returns (B, L + N, heads * D) from query, key and value (B, L + N, heads, D) before rotation."""
         query, key = rotate(query, rotary), rotate(key, rotary)
-        out = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)
+        out = attend(query, key, value, mask, self._attention_backend)
         return out.flatten(2).to(query.dtype)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_flux3 import (
     Flux3PosEmbed,
     Flux3SingleTransformerBlock,
@@ -36,6 +36,7 @@ from trainer.families.base import (
     set_linear_sigmas,
 )
 from trainer.families.flux2 import pack, rotate, unpack
+from trainer.joint_attention import attend
 
 FAMILY = FAMILIES["flux3"]
 IMAGE_SCALE = 0.5  # of rows and columns in position ids
@@ -77,8 +78,7 @@ class MaskedAttention:
         rotary, mask_BS = split_mask(image_rotary_emb, attn.head_dim)
         normed = attn.norm_q(query.float()), attn.norm_k(key.float())
         query, key = (rotate(x, rotary).to(value.dtype) for x in normed)
-        mask = None if mask_BS is None else mask_BS.bool()[:, None, None]
-        out = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)
+        out = attend(query, key, value, None if mask_BS is None else mask_BS.bool(), self._attention_backend)
         return attn.to_out[1](attn.to_out[0](out.flatten(2).to(query.dtype)))
 
 
@@ -119,6 +119,7 @@ def window_length(length: int) -> int:
 
 class Flux3(ModelFamily):
     TRANSFORMER = Flux3Transformer2DModel
+    MASKS_TEXT = True
     FLOAT32_MODULES = frozenset(Flux3Transformer2DModel._keep_in_fp32_modules)
     LORA_TARGETS = (
         r"(mode_blocks\.\w+|txt_mode_blocks|single_transformer_blocks)\.\d+\."
@@ -132,9 +133,8 @@ class Flux3(ModelFamily):
             raise ValueError(f"{source}: a distilled flow map can't be trained; train {base.name} ({base.repo})")
 
     def install(self, model: Any) -> None:
-        for part in (*model.mode_blocks.values(), model.txt_mode_blocks, model.single_transformer_blocks):
-            for block in part:
-                block.attn.set_processor(MaskedAttention())
+        for attention in self.dense_attention(model)[0]:
+            attention.set_processor(MaskedAttention())
         model.pos_embed = MaskedPositions(model.pos_embed.theta, model.pos_embed.axes_dim)
 
     def blocks(self, model: Any, task: Task) -> list[torch.nn.Module]:
@@ -160,7 +160,8 @@ class Flux3(ModelFamily):
         return TokenGrid(frames, height, width, window_length(batch.text_BLD.shape[1]))
 
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
-        raise ValueError("FLUX.3 attends to image and text at once, and texts of different windows need a mask")
+        streams = *model.mode_blocks.values(), model.txt_mode_blocks, model.single_transformer_blocks
+        return [block.attn for blocks in streams for block in blocks], model.config.attention_head_dim
 
     def route_blocks(self, blocks: Sequence[Any], kept_tokens: KeptTokens) -> list[RemovableHandle]:
         size = blocks[0].attn.head_dim

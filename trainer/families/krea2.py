@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_krea2 import Krea2AttnProcessor, Krea2Transformer2DModel
 from torch.utils.hooks import RemovableHandle
 
@@ -20,6 +20,7 @@ from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments, set_linear_sigmas
 from trainer.families.qwen_image import pack, unpack
+from trainer.joint_attention import attend
 
 FAMILY = FAMILIES["krea2"]
 PATCH = 2
@@ -30,6 +31,9 @@ class JointAttnProcessor(Krea2AttnProcessor):
     """The stock attention, which also takes rotary embeddings of each sample's own tokens, (B, S, D), as the dropping
     of tokens needs. Keys and values are repeated for each group of heads, because some kernels take no mask with
     `enable_gqa`."""
+
+    # Not None: see `trainer.families.qwen_image`.
+    _attention_backend: AttentionBackendName = AttentionBackendName.NATIVE  # type: ignore[assignment]
 
     def __call__(
         self,
@@ -44,7 +48,7 @@ class JointAttnProcessor(Krea2AttnProcessor):
         query, key = (rotate(norm(x), image_rotary_emb) for norm, x in ((attn.norm_q, query), (attn.norm_k, key)))
         groups = attn.num_heads // attn.num_kv_heads
         key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
-        out = dispatch_attention_fn(query, key, value, attn_mask=attention_mask, backend=self._attention_backend)
+        out = attend(query, key, value, attention_mask, self._attention_backend)
         return attn.to_out[0](out.flatten(2) * torch.sigmoid(attn.to_gate(hidden_states)))
 
 
@@ -79,6 +83,7 @@ def fuse_text(
 
 class Krea2(ModelFamily):
     TRANSFORMER = Krea2Transformer2DModel
+    MASKS_TEXT = True
     FLOAT32_MODULES = frozenset(Krea2Transformer2DModel._keep_in_fp32_modules)  # norms, whose weights are around zero
     # All linear layers, as the authors of the model recommend.
     LORA_TARGETS = (
@@ -105,7 +110,7 @@ class Krea2(ModelFamily):
         return TokenGrid(frames, height // PATCH, width // PATCH, batch.text_BLD.shape[1])
 
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
-        raise ValueError("Krea 2 attends to image and text at once, and the text's padding needs a mask")
+        return [block.attn for block in model.transformer_blocks], model.config.attention_head_dim
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
         changes: dict[str, Any] = {}  # the same for all blocks

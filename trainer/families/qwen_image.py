@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch.utils.hooks import RemovableHandle
 
@@ -15,6 +15,7 @@ from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments, set_linear_sigmas
+from trainer.joint_attention import attend
 
 FAMILY = FAMILIES["qwen-image"]
 BLOCK_TOKENS = BlockTokens(output=1)  # blocks return text and image
@@ -24,6 +25,10 @@ class JointAttnProcessor:
     """The stock QwenDoubleStreamAttnProcessor2_0 with two differences. Each sample may have its own rotary embeddings
     of the image, (N, D) or (B, N, D), which dropping of tokens needs. The text's mask is passed in `attention_kwargs`:
     if the forward pass gets a mask, it computes lengths that are not used, and waits for their copy to the device."""
+
+    # diffusers' name of the kernels. The default is not None, because None selects the kernels of the environment
+    # variable DIFFUSERS_ATTN_BACKEND.
+    _attention_backend = AttentionBackendName.NATIVE
 
     def __call__(
         self,
@@ -44,10 +49,8 @@ class JointAttnProcessor:
             strict=True,
         )
         query, key, value = (torch.cat(pair, 1) for pair in joint)  # (B, L + N, heads, D)
-        mask_B11L = None
-        if text_mask_BL is not None:
-            mask_B11L = F.pad(text_mask_BL, (0, hidden_states.shape[1]), value=True)[:, None, None]
-        out = dispatch_attention_fn(query, key, value, attn_mask=mask_B11L, backend=AttentionBackendName.NATIVE)
+        mask_BS = None if text_mask_BL is None else F.pad(text_mask_BL, (0, hidden_states.shape[1]), value=True)
+        out = attend(query, key, value, mask_BS, self._attention_backend)
         text_out, image_out = out.flatten(2).tensor_split([encoder_hidden_states.shape[1]], 1)
         return attn.to_out[0](image_out.contiguous()), attn.to_add_out(text_out.contiguous())
 
@@ -105,6 +108,7 @@ def unpack(tokens_BND: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 class QwenImage(ModelFamily):
     TRANSFORMER = QwenImageTransformer2DModel
+    MASKS_TEXT = True
     # The image's attention, the default of other trainers; the text's layers are add_q_proj and similar names.
     LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)"
     # All linear layers of the blocks: a third of the weights is in modulations. The first block's image modulation is
@@ -131,7 +135,7 @@ class QwenImage(ModelFamily):
         return TokenGrid(frames, height // 2, width // 2, batch.text_BLD.shape[1])
 
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
-        raise ValueError("Qwen-Image attends to image and text at once, and the text's padding needs a mask")
+        return [block.attn for block in model.transformer_blocks], model.config.attention_head_dim
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
         changes: dict[str, Any] = {}  # for all blocks: rotary embeddings, and the index of tokens with noise or None

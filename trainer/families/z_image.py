@@ -8,18 +8,42 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from torch.utils.hooks import RemovableHandle
 
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import KeptTokens, ModelFamily, TokenGrid, change_arguments, set_linear_sigmas
+from trainer.families.qwen_image import project
+from trainer.joint_attention import attend
 
 PATCH = 2
 
 
+class JointAttnProcessor:
+    """The stock ZSingleStreamAttnProcessor, except for the choice of kernels."""
+
+    _attention_backend = AttentionBackendName.NATIVE  # not None: see `trainer.families.qwen_image`
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: None = None,
+        attention_mask: torch.Tensor | None = None,
+        freqs_cis: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert freqs_cis is not None
+        layers, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
+        query, key, value = project(hidden_states, layers, norms, freqs_cis, attn.heads)
+        out = attend(query, key, value, attention_mask, self._attention_backend)
+        return attn.to_out[0](out.flatten(2))
+
+
 class ZImage(ModelFamily):
     TRANSFORMER = ZImageTransformer2DModel
+    MASKS_TEXT = True
     LORA_TARGETS = (
         r"(noise_refiner|context_refiner|layers)\.\d+\.(attention\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.w[123])"
     )
@@ -31,6 +55,10 @@ class ZImage(ModelFamily):
             raise ValueError(
                 f"{source}: a transformer that reads images next to the text (Z-Image-Omni) can't be trained"
             )
+
+    def install(self, model: Any) -> None:
+        for attention in self.dense_attention(model)[0]:
+            attention.set_processor(JointAttnProcessor())
 
     def blocks(self, model: Any, task: Task) -> list[torch.nn.Module]:
         return [*model.noise_refiner, *model.context_refiner, *model.layers]
@@ -46,7 +74,8 @@ class ZImage(ModelFamily):
         return model.config.dim
 
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
-        raise ValueError("Z-Image attends to image and text at once, and the text's padding needs a mask")
+        blocks = *model.noise_refiner, *model.context_refiner, *model.layers
+        return [block.attention for block in blocks], model.config.dim // model.config.n_heads
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept_tokens: KeptTokens) -> list[RemovableHandle]:
         changes: dict[str, Any] = {}  # the same for all blocks

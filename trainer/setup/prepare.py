@@ -34,7 +34,7 @@ from schemas.devices import pins_memory
 from schemas.identity import derive_seed, hash_json
 from schemas.text_format import shown_path
 from trainer.adapters.header import read_adapter
-from trainer.attention import NATIVE, check_attention, use_backend
+from trainer.attention import choose_attention, use_kernels
 from trainer.data import BatchLoader
 from trainer.families.base import ModelFamily, module_of
 from trainer.methods.base import Method, Predict
@@ -72,6 +72,7 @@ class TrainState:
     files: RunFiles
     loader: BatchLoader
     family: ModelFamily
+    attention: str  # the name of the kernels for training
     methods: dict[str, Method]
     signature: dict[str, Any]  # the terms that a checkpoint and a run that resumes from it must share
     bad_steps: BadStepCounter
@@ -198,10 +199,12 @@ def prepare_run(
         family = module_of(config.model.family_spec)
     buckets = (bucket.name for bucket in schedule.buckets)
     methods = check_training(config, family, device, console.warn, buckets, data, ranks, sharded, load is None)
-    check_attention(config, family, device)
+    attention = choose_attention(config, family, device)
     signature = run_state.resume_signature(config, data, schedule)
     bad_steps = BadStepCounter(settings.max_non_finite_steps)
-    run = TrainState(config, console, accelerator, watch, files, loader, family, methods, signature, bad_steps)
+    run = TrainState(
+        config, console, accelerator, watch, files, loader, family, attention, methods, signature, bad_steps
+    )
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     with by_turns(accelerator, sharded, watch.note):
         denoiser = prepare_model(run, sharded, load)
@@ -260,8 +263,7 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
         with activity("adding the trained weights"):
             make_trainable(model, family, task, settings.adapter, settings.weight_precision)
     run.signature["transformer"] = hash_json(json.loads(json.dumps(model_shape(model))))
-    if settings.attention_backend != NATIVE:
-        use_backend(model, family, settings.attention_backend)
+    use_kernels(model, family, run.attention)
     if settings.compile == "blocks":
         compile_blocks(family.blocks(model, task), settings.compile_backend, console.log)
     reduce_memory(model, family, task, settings, device)
@@ -362,8 +364,7 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
                 adapter_values |= settings.adapter.model_dump(include={"decompose_factor", "decompose_both"})
             make_trainable(model, family, task, Adapter.model_validate(adapter_values | {"init_from": str(result)}))
         model.requires_grad_(False).eval()
-        if settings.attention_backend != NATIVE:
-            use_backend(model, family, settings.attention_backend)
+        use_kernels(model, family, run.attention)
         reduce_memory(model, family, task, settings, device)
         if sharded:
             shard_model(model, family, task, {}, settings.parallel, device, gathered_dtype(settings, autocast))

@@ -1,5 +1,5 @@
-"""Images inside Qwen3-VL's prompts. Features of several layers of its vision model are added to the states after the
-first layers of the language model (DeepStack), in addition to the features that replace the placeholders."""
+"""Images inside the prompts of a model with DeepStack. Features of several layers of its vision model are added to the
+states after the first layers of the language model, in addition to the features that replace the placeholders."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -84,5 +84,3 @@ def test_what_it_can_not_compute_is_refused(tiny):
         QwenImage().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
     with pytest.raises(ValueError, match="40x40 pixels: sides must be multiples of 16"):
         QwenImage().model_inputs(model, odd.latents_BCTHW, torch.ones(1), odd, "t2i")
-    with pytest.raises(ValueError, match="padding needs a mask"):
-        QwenImage().dense_attention(model)
