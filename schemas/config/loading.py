@@ -356,11 +356,17 @@ def read_text(path: Path) -> str:
 
 
 def _advise_missing(path: Path) -> str:
-    """Name the file with the most similar name in the folder, if it has a configuration."""
-    files = {file.stem: file for file in sorted(path.parent.glob("*.y*ml"))}
+    """Name the configuration with the most similar name in the folder, if there is one."""
+    files = {file.stem: file for file in sorted(path.parent.glob("[!.]*.y*ml")) if _has_datasets(file)}
     if nearest := get_close_matches(path.stem, files, n=1, cutoff=0.0):
         return f"Did you mean --config {files[nearest[0]]}?"
     return "`latentpress new FOLDER` writes one for a folder of media; or name yours with --config."
+
+
+def _has_datasets(path: Path) -> bool:
+    with suppress(ConfigError):
+        return "datasets" in read_text(path)
+    return False
 
 
 def _locate_error(

@@ -245,3 +245,12 @@ def test_a_file_url_is_a_path_like_any_other(write, tmp_path):
 def test_a_caption_prompt_with_a_placeholder_of_media_is_refused(token: str) -> None:
     with pytest.raises(ValueError, match="placeholders for media; remove them"):
         Caption(prompts=("brief", f"Describe {token}."))
+
+
+def test_of_a_file_that_is_missing_the_nearest_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "photos.yaml").write_text("datasets: []")
+    for name in (".photo.yaml", "photo-compose.yaml"):
+        (tmp_path / name).write_text("services: {}")
+    with pytest.raises(ConfigError) as raised:
+        load_config(tmp_path / "photo.yaml")
+    assert raised.value.next_step == f"Did you mean --config {tmp_path / 'photos.yaml'}?"
