@@ -103,16 +103,23 @@ def _rehearse(config: Config, folder: Path, console: Console, report: Report) ->
         console.log("--- rehearse: the media and the plan, at their own sizes")
         for stage in ("discover", *(["features"] if config.features is not None else []), "bucket"):
             document = _run(stage, folder / FULL, processes, handler)
-        report.rejects = document["rejects"]
-        report.more_rejects = document["more_rejects"]
+            _add_rejects(report, document)
         report.details |= {key: document["details"][key] for key in PLAN if key in document["details"]}
         console.log("--- rehearse: every stage, at small sizes")
         document = _run("run", folder / SMALL, processes, handler)
+        _add_rejects(report, document)
     parts = [document["details"], *(it for it in document["details"].values() if isinstance(it, dict))]  # of experts
     rows = [row for part in parts for row in part.get("stages", ())]
     report.done, report.remaining = len(rows), document["remaining"]
     report.failed, report.damage = document["failed"], document["damage"]
     report.details["stages"] = [{"stage": row["stage"], "seconds": row["seconds"]} for row in rows]
+
+
+def _add_rejects(report: Report, document: dict[str, Any]) -> None:
+    """Add the rejected items of a program that the report does not have yet: each program rejects what it reads."""
+    known = {row.get("path") or row["item"] for row in report.rejects}
+    report.rejects += [row for row in document["rejects"] if (row.get("path") or row["item"]) not in known]
+    report.more_rejects = max(report.more_rejects, document["more_rejects"])
 
 
 def _run(program: str, file: Path, processes: StageProcesses, handler: StopHandler) -> dict[str, Any]:

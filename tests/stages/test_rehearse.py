@@ -103,6 +103,7 @@ def test_what_would_be_rejected_is_listed_and_captions_have_a_stand_in(
     home.image("0.png", (640, 512), caption="own words")
     home.image("1.png", (512, 640), caption=None, seed=1)
     home.image("small.png", (100, 100), seed=2)
+    (home.media / "broken.png").write_bytes(b"no picture")
     settings = {
         "root": "work",
         "model": {"family": "kandinsky5-image", "assistant": "assistant.safetensors"},
@@ -122,7 +123,8 @@ def test_what_would_be_rejected_is_listed_and_captions_have_a_stand_in(
     file.write_text(json.dumps(settings))
     kept = tmp_path / "kept"
     report = start(file, keep=kept)
-    assert report.exit_code == 0 and home.rejects(report) == {"small.png": "needs-upscale"}
+    assert report.exit_code == 0
+    assert home.rejects(report) == {"small.png": "needs-upscale", "broken.png": "not-an-image"}
     shown = "\n".join(report.details["not_shown"])
     for option in ("model.assistant", "stages.engine ray", "caption", "notify", "hub", "Captions of photos"):
         assert option in shown, option
