@@ -155,7 +155,7 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
     for name, values in rates.items():
         ratio = medians[name] / medians["pipeline, batches of 8"]
         print_row(name, f"{medians[name]:,.0f}", f"{min(values):,.0f} to {max(values):,.0f}", f"{ratio:.2f}")
-    summary = f"texts after the shared prefix: {encoder.stats.shared}, whole: {encoder.stats.whole}"
+    summary = f"texts after the shared prefix: {encoder.stats.prefixed_texts}, whole: {encoder.stats.full_texts}"
     if options.device_usage or device.type == "cuda":
         from benchmarks import device_usage as devices
 

@@ -241,7 +241,7 @@ def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> 
                     problem, failed = describe(error), [*failed, name]
             run = None
             forget_models()
-            with suppress(multiprocessing.TimeoutError):
+            with suppress(multiprocessing.TimeoutError, LatentpressError):  # the same error is the problem
                 prediction = predictions[case.name](max(1.0, min(20.0, deadline - time.monotonic() - 5)))
             samples = case.settings.get("batch_size", 1)
             rate = samples * operations[work] / options.peak_flops if work in operations else None

@@ -57,7 +57,7 @@ def test_without_a_card_it_says_so(tmp_path: Path, capsys) -> None:
     assert program.run_parts({}, PartOptions(seconds=30), tmp_path, part("no_card")) == 2
     assert "torch 9 finds no CUDA device" in capsys.readouterr().err and not [*tmp_path.iterdir()]
     for words, message in (
-        (["--only", "tets"], "no part tets; choose from tests, equality"),
+        (["--only", "tets"], "unknown part tets; choose from tests, equality"),
         (["--device", "cpu"], "takes hours without --tiny"),
     ):
         with pytest.raises(SystemExit):
@@ -154,7 +154,7 @@ def test_losses_that_differ_are_a_failure_and_the_others_are_compared(capsys, mo
 def test_tests_that_fail_or_hang_are_named(capfd, monkeypatch) -> None:
     file = ROOT / "tests" / "benchmarks" / "gpu_parts.py"
     monkeypatch.setattr(marked_tests, "marked_files", lambda: [file])
-    monkeypatch.setattr(marked_tests, "CHOSEN", ["-m", ""])
+    monkeypatch.setattr(marked_tests, "SELECTION", ["-m", ""])
     with pytest.raises(SystemExit, match="2"):
         marked_tests.run(PartOptions())
     printed = capfd.readouterr().out

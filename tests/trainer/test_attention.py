@@ -268,7 +268,7 @@ def test_exact_lengths_train_as_a_mask_does(ready, kind, varlen_calls) -> None:
         predicted.square().sum().backward()
         if name == "flash-varlen":
             blocks = len(run.family.dense_attention(run.model)[0])
-            assert 0 < len(varlen_calls) <= 2 * blocks and len({*varlen_calls}) <= 2
+            assert 0 < len(varlen_calls) <= 2 * blocks and len({*varlen_calls}) <= 4
         else:
             assert not varlen_calls
         result.append([predicted.detach(), *(weight.grad for weight in run.trainable.values())])
