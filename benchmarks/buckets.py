@@ -48,8 +48,8 @@ def main() -> None:
     parser.add_argument("--resolutions", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--steps", type=int, nargs="+", default=[16, 32, 64])
     options = parser.parse_args()
-    columns = "resolution", "bucket_step", "buckets", "of one photograph", f"repeated with batch_size: {BATCH_SIZE}"
-    print_header(*columns, "cut off, mean", "cut off, most")
+    columns = "resolution", "bucket_step", "buckets", "with one photograph", f"repeated with batch_size: {BATCH_SIZE}"
+    print_header(*columns, "mean cut off", "most cut off")
     for resolution in options.resolutions:
         for step in options.steps:
             used_step = workable_step(resolution, "pixel_area", STRIDE, step)

@@ -31,8 +31,8 @@ from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.tables import MEASURES
 from stages.encoding.features.comparison import (
-    LEAST_FEATURES,
-    LEAST_LAYOUT,
+    MIN_FEATURES_COSINE,
+    MIN_LAYOUT_COSINE,
     NEIGHBORS,
     ComparedItems,
     find_clusters,
@@ -147,7 +147,7 @@ def exact_pairs(layouts: np.ndarray, rows: np.ndarray) -> list[tuple[int, int, f
         best = likeness.max(0)
         best[row] = -1
         near = np.argpartition(-best, NEIGHBORS)[:NEIGHBORS]
-        pairs += [(row, int(neighbor), float(best[neighbor])) for neighbor in near if best[neighbor] >= LEAST_LAYOUT]
+        pairs += [(row, int(neighbor), float(best[neighbor])) for neighbor in near if best[neighbor] >= MIN_LAYOUT_COSINE]
     return pairs
 
 
@@ -164,7 +164,7 @@ def print_recall(items: ComparedItems, copies: list[tuple[str, str]], ways: dict
         for case in range(len(COPY_SIDES)):
             copy_pairs = [tuple(sorted((place[a], place[b]))) for a, b in copies[case :: len(COPY_SIDES)]]
             cells.append(f"{sum(pair in found_pairs for pair in copy_pairs) / max(1, len(copy_pairs)):.3f}")
-        for least in (LEAST_LAYOUT, 0.8):
+        for least in (MIN_LAYOUT_COSINE, 0.8):
             expected_pairs = [tuple(sorted((a, b))) for a, b, likeness in exact if likeness >= least]
             count = len(expected_pairs)
             cells.append(f"{sum(pair in found_pairs for pair in expected_pairs) / max(1, count):.3f} of {count}")
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     measure("outliers", lambda: find_outliers(neighbors, options.items))
     by_layouts = measure("candidates by layouts", lambda: find_layout_candidates(items.layouts))
     measure("clusters", lambda: find_clusters(items.vectors, None))
-    by_vectors = likeliest(neighbors, LEAST_FEATURES)
+    by_vectors = likeliest(neighbors, MIN_FEATURES_COSINE)
     print_recall(items, copies, {"layouts": by_layouts.pairs, "vectors": by_vectors.pairs}, options.sample)
 
 

@@ -326,7 +326,9 @@ def other_expert(run: TrainState) -> Iterator[Any]:
     device, sharded = run.accelerator.device, is_sharded(run.model.parameters())
     moves = not (sharded or run.config.train.offload.blocks)  # else only a part of it is on the device
     [name] = run.config.experts.keys() - {run.config.train.experts}
-    config = run.config.changed(train=run.config.train.changed(experts=name))
+    # The noise levels of the eval loss are in the range of the trained expert only.
+    validation = run.config.validation.changed(eval_sigmas=(run.config.experts[name].lowest,))
+    config = run.config.changed(train=run.config.train.changed(experts=name), validation=validation)
     has_result = ResultNote.try_read(config.run_folder / RESULT_NOTE) is not None and config.result_folder.is_dir()
     result = config.result_folder if run.files.from_main(has_result) else None
     origin = "the checkpoint" if result is None else shown_path(result)
