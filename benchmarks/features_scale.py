@@ -125,7 +125,9 @@ def write_items(store: Store, count: int, width: int) -> tuple[Any, list[tuple[s
             shards[name] = write_shard(store, meta, rows[begin : begin + IN_SHARD])
     plan = SimpleNamespace(sample_table=pa.table({"sample_id": ids, "kind": ["image"] * len(ids)}))
     units = [Unit(name, "items", "448x448@1", (), 0) for name in shards]
-    return SimpleNamespace(wanted_ids=pa.array(ids), units=units, done=shards, fingerprint="bench", plan=plan), copies
+    return SimpleNamespace(
+        wanted_ids=pa.array(ids), units=units, shard_paths=shards, fingerprint="bench", plan=plan
+    ), copies
 
 
 def measure(name: str, work: Callable[[], Any]) -> Any:
@@ -147,7 +149,9 @@ def exact_pairs(layouts: np.ndarray, rows: np.ndarray) -> list[tuple[int, int, f
         best = likeness.max(0)
         best[row] = -1
         near = np.argpartition(-best, NEIGHBORS)[:NEIGHBORS]
-        pairs += [(row, int(neighbor), float(best[neighbor])) for neighbor in near if best[neighbor] >= MIN_LAYOUT_COSINE]
+        pairs += [
+            (row, int(neighbor), float(best[neighbor])) for neighbor in near if best[neighbor] >= MIN_LAYOUT_COSINE
+        ]
     return pairs
 
 
