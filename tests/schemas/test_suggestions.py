@@ -44,6 +44,6 @@ def test_the_nearest_file_is_named(tmp_path: Path) -> None:
 
     assert "latentpress new" in advice("pipeline.yaml")
     for name in ("photos.yaml", "clips.yml"):
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text("datasets: []\n")
     assert str(tmp_path / "photos.yaml") in advice("fotos.yaml") and str(tmp_path / "clips.yml") in advice("clip.yaml")
     assert ".yaml" in advice("pipeline.yaml") or ".yml" in advice("pipeline.yaml")

@@ -26,7 +26,7 @@ PREFETCHED_BATCHES = 4  # batches of texts without an image that are read ahead
 class TextWorker(UnitWorker):
     """Members are tokenized requests."""
 
-    stage, kind, section, tensors = "encode-text", "text", "text", ("embeds", "pooled", IMAGE_PLACES)
+    stage, kind, section, tensors = "encode-text", "text", "text", ("embeds", "pooled")
     batch_limit_option = "batch_tokens"
     advice = "set text.offload: blocks or text.quantization, use a larger card, or --device cpu"
 
@@ -39,7 +39,8 @@ class TextWorker(UnitWorker):
 
     def column_dtypes(self) -> dict[str, str]:
         scale = {SCALE: "float32"} if self.embeds_dtype in SCALED_DTYPES else {}
-        return super().column_dtypes() | {"embeds": self.embeds_dtype, **scale, IMAGE_PLACES: "int32"}
+        places = {IMAGE_PLACES: "int32"} if self.config.model.template.drops_images else {}
+        return super().column_dtypes() | {"embeds": self.embeds_dtype, **scale, **places}
 
     def member_bytes(self, unit: Unit) -> int:
         if (size := self.config.model.template.image_size) is not None:

@@ -75,7 +75,7 @@ def test_every_file_is_short_valid_and_has_no_default(task: str) -> None:
         config = parse_config(written, FILE)
         assert written.count("\n") < 40 and config.model.family == candidate.model.family
         assert not [path for path, it in settings.items() if path[0] in ("text", "latents") and default_at(path) == it]
-        assert config.validation.prompts[0].prompt == "A cat: it sits"
+        assert config.validation.prompts[0].prompt == "ohwx A cat: it sits"
 
 
 def test_small_media_lower_the_resolution_and_short_clips_the_frames() -> None:
