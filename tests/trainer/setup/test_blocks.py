@@ -47,7 +47,11 @@ OPTIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "krea2", "flux3", "edit-plus-i2i"))],
+    [
+        "t2i",
+        *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "krea2", "flux3", "edit-plus-i2i")),
+        *map(long, ("qwen-image-2.1", "qwen-image-2.1-i2i")),
+    ],
 )
 def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -> None:
     # The steps of AdamW with its usual eps depend on the sign of gradients that are only rounding.
@@ -102,7 +106,7 @@ def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_c
     ("kind", "expected"),
     [
         ("t2i", 3),
-        *(long(kind, 2) for kind in ("sana", "qwen-image", "edit-plus-i2i", "wan")),
+        *(long(kind, 2) for kind in ("sana", "qwen-image", "qwen-image-2.1", "edit-plus-i2i", "wan")),
         *(long(kind, 3) for kind in ("z-image", "flux2-klein", "krea2", "flux3")),
     ],
 )

@@ -39,6 +39,8 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
     cases += [Case("qwen-image", wide("qwen-image"), full), Case("qwen-image", wide("qwen-image"), {}, "int8-torchao")]
     cases += [Case("krea2", wide("krea2"), full, half=True), Case("krea2", wide("krea2"), {}, "int8-quanto")]
     cases += [Case("flux3", wide("flux3"), full, half=True), Case("flux3", wide("flux3"), {}, "nf4-bnb")]
+    qwen_21 = "qwen-image-2.1"
+    cases += [Case(qwen_21, wide(qwen_21), full, half=True), Case(qwen_21, wide(qwen_21), {}, "int8-torchao")]
     plus = "qwen-image-edit-plus"
     cases += [Case(plus, wide(plus), full, half=True), Case(plus, wide(plus), {}, "nf4-bnb")]
     expected = [case.step(case.make()) for case in cases]
