@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "qwen_image_edit": ("qwen-image-edit", None), "qwen_image_edit_plus": ("qwen-image-edit-plus", None),
     "zimage": ("z-image", None), "flux2_klein_4b": ("flux2-klein", "klein-base-4b"),
     "flux2_klein_9b": ("flux2-klein", "klein-base-9b"), "krea2": ("krea2", None),
+    "qwen_image_2": ("qwen-image-2.1", None),
 }  # fmt: skip
 #: Shift whose distribution of noise levels is close to the factors of `weighted`: within 0.13 of 1, without it 0.31.
 WEIGHTED_SHIFT = 1.6

@@ -34,6 +34,7 @@ SCRIPTS: dict[str, tuple[str | None, Mapping[str, str]]] = {
         "t2v-1.3b": "t2v-1.3b", "t2v-14b": "t2v-14b", "t2i-14b": "t2v-14b", "t2v-a14b": "t2v-a14b",
         "i2v-a14b": "i2v-a14b",
     }),
+    "qwen_image_21": ("qwen-image-2.1", {}),  # names of its scripts begin with qwen_image, so it is first
     "qwen_image": ("qwen-image", {
         "original": "qwen-image", "edit": "qwen-image-edit", "edit-2509": "qwen-image-edit-2509",
         "edit-2511": "qwen-image-edit-2511",

@@ -32,6 +32,7 @@ FLAVOURS = {
     "z_image": {"turbo-ostris-v2": "z-image-turbo", "turbo": "z-image-turbo", "base": "z-image"},
     "krea2": {"raw": "krea-2-raw", "turbo": "krea-2-turbo"},
     "qwen_image": {
+        "v2.1": "qwen-image-2.1",
         "v2.0": "qwen-image-2512", "v1.0": "qwen-image", "edit-v1": "qwen-image-edit",
         "edit-v2": "qwen-image-edit-2509", "edit-v2+": "qwen-image-edit-2509", "edit-v3": "qwen-image-edit-2511",
     },
@@ -41,9 +42,14 @@ FLAVOURS = {
     },
     "flux2": {"klein-9b": "klein-base-9b", "klein-4b": "klein-base-4b"},
 }  # fmt: skip
-#: Flavour in SimpleTuner -> its assistant adapter.
-ASSISTANTS = {name: f"ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_{version}.safetensors"
-              for name, version in (("turbo-ostris-v2", "v2"), ("turbo", "v1"))}  # fmt: skip
+#: Family in SimpleTuner -> flavour in SimpleTuner -> its assistant adapter.
+ASSISTANTS = {
+    "z_image": {
+        name: f"ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_{version}.safetensors"
+        for name, version in (("turbo-ostris-v2", "v2"), ("turbo", "v1"))
+    },
+    "qwen_image": {"v2.1": "SimpleTuner/Qwen-Image-2.1-training-assistant-v3/pytorch_lora_weights.safetensors"},
+}  # fmt: skip
 
 
 def _family_name(entries: Mapping[str, Any]) -> str:
@@ -502,8 +508,9 @@ def carry(draft: Draft, roles: Mapping[str, Any]) -> None:
     library = draft.section(_read(draft, entries, "user_prompt_library"), "user_prompt_library")
     library |= {"validation": entries["validation_prompt"]} if not is_off(entries.get("validation_prompt")) else {}
     default_entries: dict[str, Any] = {**DEFAULTS, **(VALIDATION_DEFAULTS if library else {})}
-    if _family_name(entries) == "z_image":
-        default_entries["assistant_lora_path"] = ASSISTANTS.get(entries.get("model_flavour", "turbo-ostris-v2"), "")
+    if assistants := ASSISTANTS.get(family := _family_name(entries)):
+        flavour = entries.get("model_flavour", next(iter(FLAVOURS[family])))
+        default_entries["assistant_lora_path"] = assistants.get(flavour, "")
     if is_off(entries.get("validation_disable")):
         negative = {"negative_prompt": entries.get("validation_negative_prompt", "blurry, cropped, ugly")}
         sections = {name: item if isinstance(item, dict) else {"prompt": item} for name, item in library.items()}

@@ -275,6 +275,29 @@ def test_krea_2_of_each_trainer(tmp_path: Path) -> None:
     assert (config.model.family, config.model.flavour_spec.name) == ("krea2", "krea-2-raw")
 
 
+def test_qwen_image_21_of_each_trainer(tmp_path: Path) -> None:
+    data, words = 'image_directory = "media"', "--network_module networks.lora_qwen_image"
+    for name, script in (("lora", "qwen_image_21_train_network.py"), ("full", "qwen_image_21_train.py")):
+        config = musubi(tmp_path / name, f"{words}_21 --timestep_sampling qwen_shift", script, data)
+        assert (config.model.family, config.train.adapter.type) == ("qwen-image-2.1", name)
+        assert config.model.flavour_spec.name == "qwen-image-2.1" and config.train.timesteps.auto_shift
+    earlier = musubi(tmp_path / "earlier", f"{words} --model_version original", "qwen_image_train_network.py", data)
+    assert earlier.model.family == "qwen-image"
+    for repo, flavour in (
+        ("Comfy-Org/Qwen-Image-2.1", "qwen-image-2.1"),
+        ("Qwen/Qwen-Image-2.1-Turbo", "qwen-image-2.1-turbo"),
+    ):
+        model = {"name_or_path": repo, "arch": "qwen_image_2"}
+        config, _ = ai_toolkit(tmp_path / flavour, model=model)
+        assert (config.model.family, config.model.flavour_spec.name) == ("qwen-image-2.1", flavour)
+    for name, options in (("named", {"model_flavour": "v2.1"}), ("default", {})):
+        config, outcomes = simpletuner(tmp_path / name, model_family="qwen_image", **options)
+        assert (config.model.family, config.model.flavour_spec.name) == ("qwen-image-2.1", "qwen-image-2.1")
+        assert "SimpleTuner/Qwen-Image-2.1-training-assistant-v3/" in outcomes["assistant_lora_path"]
+    config, _ = simpletuner(tmp_path / "v2.0", model_family="qwen_image", model_flavour="v2.0")
+    assert config.model.flavour_spec.name == "qwen-image-2512" and config.model.assistant is None
+
+
 def test_regularization_data_are_their_own_target_with_full_rank(tmp_path: Path) -> None:
     options = {"is_regularisation_data": True}
     regularization = simpletuner(tmp_path, options, model_type="full")[0].train.methods.regularization
