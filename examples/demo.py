@@ -29,6 +29,7 @@ from cache.models.weights import find_index
 from examples import demo_data
 from examples.demo_check import measure_likeness
 from examples.demo_media import IMAGES, PAIRS, VIDEOS, write_media
+from schemas.catalog import get_flavour
 
 CLIP_RATE = 4  # frames per second, with which the autoencoder is trained
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +64,9 @@ FLAVOURS = {
     "wan": DemoRun("wan2.1-t2v", "wan2.1", "t2v-1.3b", "wan_vae", *_CLIP[1:], frames=5, steps=800),
     "z-image": DemoRun("z-image", "z-image", "z-image", *_IMAGE, steps=800),
     "qwen-image": DemoRun("qwen-image", "qwen-image", "qwen-image", "qwen_image_vae", *_IMAGE[1:], steps=480),
+    "qwen-image-2.1": DemoRun(
+        "qwen-image-2.1", "qwen-image-2.1", "qwen-image-2.1", "qwen_image_21_vae", "images", (128, 128), steps=320
+    ),
     "klein": DemoRun("flux2-klein", "flux2-klein", "klein-base-4b", "flux2_vae", *_IMAGE[1:], steps=320, tokens=64),
     "flux3": DemoRun("flux3", "flux3", "klein-base", "flux2_vae", *_IMAGE[1:], steps=320),
     "krea2": DemoRun("krea2", "krea2", "krea-2-raw", "qwen_image_vae", *_IMAGE[1:], steps=480),
@@ -279,6 +283,8 @@ def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
             "threads": 1,
             "checkpoint_every": flavour.steps // 2,
             "log_every": 40,
+            # Required if guidance was distilled into the published checkpoint; a weak one, because this one is random.
+            "guidance": {"scale": 1.5} if get_flavour(flavour.family, flavour.flavour).has_guidance else None,
         },
         "validation": {
             "prompts": demo_prompts(name, media),

@@ -58,10 +58,11 @@ RECIPES = {
         ("images",), (96, 96, 1), (64, 64, 1), 4, 500, {"block_out_channels": (8, 16, 32, 32)}
     ),
     "qwen_image_vae": Recipe(("images",), (96, 96, 1), (64, 64, 1), 4, 400),
+    "qwen_image_21_vae": Recipe(("images",), (128, 128, 1), (96, 96, 1), 4, 400, {"dim_mult": [1, 2, 4, 8, 8]}),
     "wan_vae": Recipe(("videos",), (96, 64, 5), (48, 48, 5), 2, 300, {"dim_mult": [1, 2, 4, 8]}),
 }  # fmt: skip
 #: Autoencoders of clips; for these, a picture is a clip of one frame.
-CLIP_CLASSES = ("AutoencoderKLHunyuanVideo", "AutoencoderKLQwenImage", "AutoencoderKLWan")
+CLIP_CLASSES = ("AutoencoderKLHunyuanVideo", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan")
 
 
 # --- autoencoders ---
@@ -91,6 +92,8 @@ def read_media(media: Path, recipe: Recipe) -> torch.Tensor:
 def encode(vae: Any, pixels_NCTHW: torch.Tensor) -> torch.Tensor:
     """Encode pixels. Returns the means of the latents."""
     if type(vae).__name__ in CLIP_CLASSES:
+        if vae.config.in_channels == 4:  # pixels with alpha; pictures are opaque
+            pixels_NCTHW = torch.nn.functional.pad(pixels_NCTHW, (0, 0, 0, 0, 0, 0, 0, 1), value=1.0)
         return vae.encode(pixels_NCTHW).latent_dist.mean
     encoded = vae.encode(pixels_NCTHW[:, :, 0])
     return (encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mean)[:, :, None]
@@ -98,7 +101,7 @@ def encode(vae: Any, pixels_NCTHW: torch.Tensor) -> torch.Tensor:
 
 def decode(vae: Any, z_NCTHW: torch.Tensor) -> torch.Tensor:
     if type(vae).__name__ in CLIP_CLASSES:
-        return vae.decode(z_NCTHW).sample
+        return vae.decode(z_NCTHW).sample[:, :3]
     return vae.decode(z_NCTHW[:, :, 0]).sample[:, :, None]
 
 
@@ -249,7 +252,7 @@ def finish_autoencoder(vae: Any, part: str, z_NCTHW: torch.Tensor) -> None:
     """Set the scaling factor, or the means and deviations, so that normalized latents have deviation 1. The posterior
     gets a constant deviation."""
     deviation, channels = z_NCTHW.std(), z_NCTHW.shape[1]
-    if part in ("qwen_image_vae", "wan_vae"):
+    if part in ("qwen_image_vae", "qwen_image_21_vae", "wan_vae"):
         mean, deviation = (find(z_NCTHW.transpose(0, 1).flatten(1), 1) for find in (torch.mean, torch.std))
         vae.register_to_config(latents_mean=mean.tolist(), latents_std=deviation.tolist())
     elif part == "flux2_vae":
@@ -276,6 +279,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "sana": {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128, "num_layers": 3},
     "z_image": {"dim": 128, "axes_dims": (16, 24, 24)},
     "qwen_image": {"num_attention_heads": 4},
+    "qwen_image_21": {"num_attention_heads": 4},
     "flux2": {"num_attention_heads": 4},
     "flux3": {"num_attention_heads": 4, "num_single_layers": 4},
     "krea2": {"intermediate_size": 384},
@@ -301,7 +305,7 @@ def make_transformer(part: str, **overrides: Any) -> Any:
             _carry_through(model.all_x_embedder["2-1"].weight, model.all_final_layer["2-1"].linear.weight, range(64))
             model.all_final_layer["2-1"].linear.weight.neg_()
             return model
-        if part == "qwen_image":
+        if part in ("qwen_image", "qwen_image_21"):
             _carry_through(model.img_in.weight, model.proj_out.weight, range(64))
             return model
         if part == "flux2":
@@ -369,7 +373,7 @@ def build_checkpoint(kind: str, autoencoder: Path, out: Path) -> Path:
     texts = [name for name in spec.components if name.startswith("text_encoder")]
     make_transformer(spec.components["transformer"], **spec.transformer).save_pretrained(out / "transformer")
     shutil.copytree(autoencoder, out / "vae", dirs_exist_ok=True)
-    tokenizers = [name.replace("text_encoder", "tokenizer") for name in texts]
+    tokenizers = [name.replace("text_encoder", spec.tokenizer) for name in texts]
     return build(kind, out, only=[*texts, *tokenizers, "scheduler"])
 
 

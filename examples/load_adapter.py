@@ -200,7 +200,9 @@ def check_output_changes(config: Config) -> None:
     """Print the mean absolute change of the transformer's output by the trained weights. Exits if the output does not
     change."""
     torch.manual_seed(0)
-    pipeline = base_pipeline(config, **dict.fromkeys(config.model.family_spec.text_components))
+    # Qwen-Image-2.1's pipeline asks its processor for the tokens of its system prompt when it is made.
+    left_out = dict.fromkeys(name for name in config.model.family_spec.text_components if name != "processor")
+    pipeline = base_pipeline(config, **missing_components(config) | left_out)
     inputs = example_inputs(getattr(pipeline, config.part))
     before = getattr(pipeline, config.part)(**inputs, return_dict=True).sample[0]  # the only sample of the batch
     load_trained(pipeline, config)
@@ -234,6 +236,14 @@ def example_inputs(transformer: Any) -> dict:
             "encoder_hidden_states": torch.randn(1, 12, config.joint_attention_dim),
             "timestep": torch.tensor([0.5]),
             "img_shapes": [[(1, 4, 4)]],
+        }
+    if "context_in_dim" in config:
+        return {
+            "hidden_states": torch.randn(1, 16, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, 12, config.context_in_dim),
+            "timestep": torch.tensor([0.5]),
+            "img_shapes": [[(1, 4, 4)]],
+            "img_mask": torch.arange(16)[None] >= 12,  # a slot for 2x2 latents
         }
     if "num_text_layers" in config:
         return {
