@@ -16,6 +16,16 @@ EXACT_LENGTHS = AttentionBackendName.FLASH_VARLEN
 MASKED = (AttentionBackendName.NATIVE, AttentionBackendName._NATIVE_CUDNN, EXACT_LENGTHS)
 
 
+class Processor:
+    """Base class of attention processors.
+
+    _attention_backend: the kernels, by diffusers' name of the attribute. The default is not None, because None selects
+    the kernels of the environment variable DIFFUSERS_ATTN_BACKEND.
+    """
+
+    _attention_backend = AttentionBackendName.NATIVE
+
+
 def attend(
     query_BSHD: torch.Tensor,
     key_BSHD: torch.Tensor,

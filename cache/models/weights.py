@@ -404,9 +404,8 @@ def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
             return Path(cached).parent.name
     at = f" at revision {revision}" if revision else ""
     raise UnknownCommit(
-        f"the commit of {repo}{at} is unknown: no encoding stage has run for this root, and the repository has not "
-        "been downloaded on this machine",
-        "run `latentpress encode-text` or `latentpress encode-latents`, which request it from the hub; or set "
+        f"the commit of {repo}{at} is unknown, because the checkpoint has not been downloaded yet",
+        "`latentpress run` downloads it, as `latentpress encode-text` and `latentpress encode-latents` do; or set "
         "model.revision to a full commit, or model.path to a local copy",
     )
 

@@ -32,9 +32,9 @@ FLAVOURS = {
     "z_image": {"turbo-ostris-v2": "z-image-turbo", "turbo": "z-image-turbo", "base": "z-image"},
     "krea2": {"raw": "krea-2-raw", "turbo": "krea-2-turbo"},
     "qwen_image": {
-        "v2.1": "qwen-image-2.1",
         "v2.0": "qwen-image-2512", "v1.0": "qwen-image", "edit-v1": "qwen-image-edit",
         "edit-v2": "qwen-image-edit-2509", "edit-v2+": "qwen-image-edit-2509", "edit-v3": "qwen-image-edit-2511",
+        "v2.1": "qwen-image-2.1",
     },
     "wan": {
         "t2v-480p-1.3b-2.1": "t2v-1.3b", "t2v-480p-14b-2.1": "t2v-14b", "ti2v-5b-2.2": "t2v-5b",

@@ -17,6 +17,20 @@ from trainer.run import metrics
 from trainer.train import TrainState
 
 DEVICES = ("cpu", NAME)
+KINDS = ("t2i", "sana", "wan-i2v", "z-image", "i2i", "t2v", "i2v", "qwen-image", "wan")
+LATER = (
+    "flux2-klein",
+    "flux3",
+    "flux3-i2i",
+    "krea2",
+    "qwen-image-2.1",
+    "qwen-image-2.1-i2i",
+    "klein-i2i",
+    "edit-i2i",
+    "edit-plus-i2i",
+    "wan-a14b",
+    "wan-a14b-i2v",
+)  # in the long form alone
 #: How names of metrics end that depend on the clock or the machine, or are a difference of nearly equal numbers.
 UNEQUAL = ("_s", "_share", "_left", "_gib")
 

@@ -10,7 +10,7 @@ import pytest
 
 from schemas.config.pipeline import Config
 from schemas.config.training import OPTIMIZERS
-from tests.accelerator.runs import DEVICES, check_equal, on_device, prepared, train, train_on_both
+from tests.accelerator.runs import DEVICES, KINDS, LATER, check_equal, on_device, prepared, train, train_on_both
 from tests.accelerator.tensors import NAME
 from tests.forms import first, in_turn, long
 from tests.trainer.families.test_kandinsky5_attention import SPARSE
@@ -19,20 +19,6 @@ from trainer import train as loop
 from trainer.setup import blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-KINDS = ("t2i", "sana", "wan-i2v", "z-image", "i2i", "t2v", "i2v", "qwen-image", "wan")
-LATER = (
-    "flux2-klein",
-    "flux3",
-    "flux3-i2i",
-    "krea2",
-    "qwen-image-2.1",
-    "qwen-image-2.1-i2i",
-    "klein-i2i",
-    "edit-i2i",
-    "edit-plus-i2i",
-    "wan-a14b",
-    "wan-a14b-i2v",
-)  # in the long form alone
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"rank": 2},
     "lokr": {"type": "lokr", "rank": 2},

@@ -9,27 +9,13 @@ import torch
 
 from schemas.config.pipeline import Config
 from tests.accelerator.counts import counting
-from tests.accelerator.runs import prepared
+from tests.accelerator.runs import KINDS, LATER, prepared
 from tests.accelerator.tensors import NAME
 from tests.forms import first, in_turn, long
 from trainer import train as loop
 from trainer.setup.optimizers import DivergedError
 
 pytestmark = pytest.mark.slow
-KINDS = ("t2i", "sana", "wan-i2v", "z-image", "i2i", "t2v", "i2v", "qwen-image", "wan")
-LATER = (
-    "flux2-klein",
-    "flux3",
-    "flux3-i2i",
-    "krea2",
-    "qwen-image-2.1",
-    "qwen-image-2.1-i2i",
-    "klein-i2i",
-    "edit-i2i",
-    "edit-plus-i2i",
-    "wan-a14b",
-    "wan-a14b-i2v",
-)  # in the long form alone
 LORA = {"adapter": {"rank": 2}, "gradient_checkpointing": False}
 #: Options -> waits of a step of two micro-batches.
 BUDGETS: dict[str, tuple[dict[str, Any], int]] = {

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2Transformer2DModel
 from torch.utils.hooks import RemovableHandle
 
@@ -21,7 +20,7 @@ from schemas.families.flux2 import FAMILIES, compute_mu
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments
-from trainer.joint_attention import attend
+from trainer.joint_attention import Processor, attend
 
 FAMILY = FAMILIES["flux2-klein"]
 DOUBLE, SINGLE = BlockTokens(output=1, is_text_first=True), BlockTokens(is_text_first=True)
@@ -30,14 +29,9 @@ DOUBLE, SINGLE = BlockTokens(output=1, is_text_first=True), BlockTokens(is_text_
 REFERENCE_DISTANCE = 10  # of the first reference's frame id from the image's, and between references
 
 
-class JointAttention:
+class JointAttention(Processor):
     """The stock processors, except that each sample may have its own rotary embeddings, which dropping of tokens needs:
     cosines and sines (L + N, D) each, or (B, L + N, D)."""
-
-    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. The default is
-    # not None, because None selects the backend of the environment variable DIFFUSERS_ATTN_BACKEND.
-    _attention_backend = AttentionBackendName.NATIVE
-    _parallel_config = None
 
     def attend(
         self,

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_flux3 import (
     Flux3PosEmbed,
     Flux3SingleTransformerBlock,
@@ -36,7 +35,7 @@ from trainer.families.base import (
     set_linear_sigmas,
 )
 from trainer.families.flux2 import pack, rotate, unpack
-from trainer.joint_attention import attend
+from trainer.joint_attention import Processor, attend
 
 FAMILY = FAMILIES["flux3"]
 IMAGE_SCALE = 0.5  # of rows and columns in position ids
@@ -55,15 +54,10 @@ class MaskedPositions(Flux3PosEmbed):
         return (torch.cat([cosine, real], 1), torch.cat([sine, real], 1)) if real.shape[1] else (cosine, sine)
 
 
-class MaskedAttention:
+class MaskedAttention(Processor):
     """The stock processor, except that rotary embeddings may contain a mask, and that each sample may have its own
     rotary embeddings, which dropping of tokens needs: (S, D), (S, D + B) of `MaskedPositions`, (B, S, D), or
     (B, S, D + 1) with the mask."""
-
-    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. The default is
-    # not None, because None selects the backend of the environment variable DIFFUSERS_ATTN_BACKEND.
-    _attention_backend = AttentionBackendName.NATIVE
-    _parallel_config = None
 
     def __call__(
         self,

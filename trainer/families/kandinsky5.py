@@ -28,6 +28,7 @@ from schemas.devices import to_device
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import KeptTokens, ModelFamily, TokenGrid, change_arguments
+from trainer.joint_attention import Processor
 
 BLOCK_TOKENS = 64  # tokens of one NABLA block: 8x8 patches of one latent frame
 BLOCK_PIXELS = 128  # its edge: 8 patches of 2x2 latents of 8x8 pixels
@@ -105,13 +106,8 @@ def install_processors(model: Any, float32_rotary: bool = False) -> None:
         block.cross_attention.set_processor(MaskedAttnProcessor(model.text_mask, float32_rotary))
 
 
-class MaskedAttnProcessor:
+class MaskedAttnProcessor(Processor):
     """The stock Kandinsky5AttnProcessor, with text keys masked by `text_mask`."""
-
-    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. The default is
-    # not None, because None selects the backend of the environment variable DIFFUSERS_ATTN_BACKEND.
-    _attention_backend = AttentionBackendName.NATIVE  # used if keys are neither text nor sparse
-    _parallel_config = None
 
     def __init__(self, text_mask: TextMask | None, float32_rotary: bool) -> None:
         self.text_mask = text_mask

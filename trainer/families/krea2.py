@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName
-from diffusers.models.transformers.transformer_krea2 import Krea2AttnProcessor, Krea2Transformer2DModel
+from diffusers.models.transformers.transformer_krea2 import Krea2Transformer2DModel
 from torch.utils.hooks import RemovableHandle
 
 from schemas.catalog import FAMILIES
@@ -20,20 +19,17 @@ from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments, set_linear_sigmas
 from trainer.families.qwen_image import pack, unpack
-from trainer.joint_attention import attend
+from trainer.joint_attention import Processor, attend
 
 FAMILY = FAMILIES["krea2"]
 PATCH = 2
 BLOCK_TOKENS = BlockTokens(is_text_first=True)
 
 
-class JointAttnProcessor(Krea2AttnProcessor):
+class JointAttnProcessor(Processor):
     """The stock attention, which also takes rotary embeddings of each sample's own tokens, (B, S, D), as the dropping
     of tokens needs. Keys and values are repeated for each group of heads, because some kernels take no mask with
     `enable_gqa`."""
-
-    # Not None: see `trainer.families.qwen_image`.
-    _attention_backend: AttentionBackendName = AttentionBackendName.NATIVE  # type: ignore[assignment]
 
     def __call__(
         self,

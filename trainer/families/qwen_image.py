@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch.utils.hooks import RemovableHandle
 
@@ -15,20 +14,16 @@ from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments, set_linear_sigmas
-from trainer.joint_attention import attend
+from trainer.joint_attention import Processor, attend
 
 FAMILY = FAMILIES["qwen-image"]
 BLOCK_TOKENS = BlockTokens(output=1)  # blocks return text and image
 
 
-class JointAttnProcessor:
+class JointAttnProcessor(Processor):
     """The stock QwenDoubleStreamAttnProcessor2_0 with two differences. Each sample may have its own rotary embeddings
     of the image, (N, D) or (B, N, D), which dropping of tokens needs. The text's mask is passed in `attention_kwargs`:
     if the forward pass gets a mask, it computes lengths that are not used, and waits for their copy to the device."""
-
-    # diffusers' name of the kernels. The default is not None, because None selects the kernels of the environment
-    # variable DIFFUSERS_ATTN_BACKEND.
-    _attention_backend = AttentionBackendName.NATIVE
 
     def __call__(
         self,

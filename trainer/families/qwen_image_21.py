@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Transformer2DModel as StockTransformer
 from torch.utils.hooks import RemovableHandle
 
@@ -23,6 +23,7 @@ from trainer.batch import IMAGE_PLACES, Batch
 from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, change_arguments, set_linear_sigmas
 from trainer.families.flux2 import pack, unpack
 from trainer.families.qwen_image import rotate
+from trainer.joint_attention import Processor
 
 FAMILY = FAMILIES["qwen-image-2.1"]
 BLOCK_TOKENS = BlockTokens(is_text_first=True)
@@ -31,15 +32,10 @@ SLOT = 4  # tokens of an image in one place of a text: 2x2 latents
 Segment = tuple[int, int, bool]  # first token, end, whether it is text
 
 
-class SegmentAttention:
+class SegmentAttention(Processor):
     """The stock QwenImage21AttnProcessor, with two differences: each sample may have its own rotary embeddings,
     (1, S, D / 2) or (B, S, D / 2), and only the noisy image is masked. The padding of a text follows all its tokens and
     all references, so that none of them sees it."""
-
-    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. The default is
-    # not None, because None selects the backend of the environment variable DIFFUSERS_ATTN_BACKEND.
-    _attention_backend = AttentionBackendName.NATIVE
-    _parallel_config = None
 
     def __call__(
         self,

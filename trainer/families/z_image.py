@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from torch.utils.hooks import RemovableHandle
 
@@ -16,15 +15,13 @@ from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import KeptTokens, ModelFamily, TokenGrid, change_arguments, set_linear_sigmas
 from trainer.families.qwen_image import project
-from trainer.joint_attention import attend
+from trainer.joint_attention import Processor, attend
 
 PATCH = 2
 
 
-class JointAttnProcessor:
+class JointAttnProcessor(Processor):
     """The stock ZSingleStreamAttnProcessor, except for the choice of kernels."""
-
-    _attention_backend = AttentionBackendName.NATIVE  # not None: see `trainer.families.qwen_image`
 
     def __call__(
         self,

@@ -126,7 +126,7 @@ def test_no_program_before_encoding_asks_the_network(
                 continue
             report = program(load_config(path, ()), options, Console(stderr=io.StringIO()))
             if name == "status" and revision is None:
-                assert "is unknown: no encoding stage" in json.dumps(report.details, default=str), flavour
+                assert "has not been downloaded yet" in json.dumps(report.details, default=str), flavour
             assert not connections, (flavour, name)
 
 
