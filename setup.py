@@ -15,7 +15,7 @@ else:
         packages=["latentpress", RECIPES, *(f"latentpress.{name}" for name in packages)],
         package_dir={f"latentpress.{name}": name for name in TOP} | {RECIPES: "examples/recipes"},
         package_data={
-            "": ["*.schema.json", "command_lines.json", "templates/*", "templates/projects/*"],
+            "": ["*.schema.json", "command_lines.json", "*.jinja", "templates/*", "templates/projects/*"],
             RECIPES: ["*.yaml", "*.toml"],
         },
     )
