@@ -32,7 +32,7 @@ NEEDED = {
 #: Option -> overrides, if the type does not tell a valid value, or if the option needs other options.
 EXAMPLES = {
     "model.flavour": "model.flavour=i2v-pro-sft-5s",  # the checkpoint at model.path stays the same
-    "model.path": "model.path=COPY",
+    **{f"model.{name}": f"model.{name}=COPY" for name in ("path", "transformer", "text_encoder", "vae")},
     "datasets.clips.dataset_type": "datasets.clips.dataset_type=image",
     "datasets.clips.id": "datasets.0.id=others",
     "datasets.clips.source": "datasets.clips.source=remote",
@@ -169,7 +169,15 @@ EXAMPLES = {
 }
 #: Options without another valid value in the tests' project: of another model or source, or without what they need.
 REFUSED = {
-    *("model.family", "model.assistant", "text.positions", "train.experts", "train.set", "train.optimizer.name"),
+    *(
+        "model.family",
+        "model.assistant",
+        "model.transformer_2",
+        "text.positions",
+        "train.experts",
+        "train.set",
+        "train.optimizer.name",
+    ),
     *(f"datasets.clips.{name}" for name in ("dataset_type", "disabled", "split", "media_column", "identity")),
     *(f"datasets.clips.{name}" for name in ("conditioning_column", "mask_column", "face_detector")),
     *(f"train.{name}" for name in ("timesteps.beta", "adapter.init_from", "parallel.cpu_offload", "offload.to")),

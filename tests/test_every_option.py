@@ -100,7 +100,7 @@ STAGES = {"encode-text": encode_text, "encode-latents": encode_latents, "encode-
 ALONE = {
     *(f"train.timesteps.{name}" for name in ("sampling", "mode_scale", "alpha", "values", "auto_shift")),
     *(f"train.adapter.{name}" for name in ("type", "decompose_factor", "decompose_both", "dora")),
-    *("train.weight_precision", "train.gradient_checkpointing_interval"),
+    *("model.transformer", "train.weight_precision", "train.gradient_checkpointing_interval"),
 }
 
 

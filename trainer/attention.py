@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 
-from cache.models.weights import config_errors, read_component_config
+from cache.models.places import read_part_config
+from cache.models.weights import config_errors
 from cache.runs.training_run import RunError
 from cache.sets.training_checks import train_precision
 from schemas.config.pipeline import Config
@@ -97,7 +98,7 @@ def _try(
     has_gradient: bool,
     is_masked: bool,
 ) -> RunError | None:
-    shape = read_component_config(config.model.source, config.model.revision, config.part)
+    shape = read_part_config(config.model, config.part)
     with torch.device("meta"), config_errors(f"{config.model.source}/{config.part}/config.json"):
         model = family.untrained(shape)
     try:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
+from cache.models.places import is_local, locate
 from cache.models.weights import INDEXES, fetch_components, find_index, list_parts, local_folder, read_object
 from cache.store.files import StoreError, find_shortage, is_temporary, replacing
 from cache.store.json_checks import printable
@@ -231,7 +232,8 @@ def convert_adapter(
     check_format(adapter, form)
     check_parts(config.model.family_spec, adapter)
     part, names = config.part, config.model.family_spec.comfyui_names
-    if (folder := local_folder(config.model.source)) is not None and (folder / part).is_dir():
+    folder = local_folder(locate(config.model, [part]).source) if is_local(config.model, part) else None
+    if folder is not None and (folder / part).is_dir():
         adapter = fit_to_model(adapter, folder, part)
     elif adapter.format == "lycoris":
         raise ExportError(
@@ -271,14 +273,16 @@ def merge_adapter(
         raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
     check_outside_models(config.model.source, to)
     report.details |= {"model": model.source, "whole_checkpoint": whole}
-    if report.dry_run and local_folder(model.source) is None:
+    if report.dry_run and not is_local(model, part):
         console.warn(f"{model.source} is not on this machine, so the adapter is only checked when it is merged")
         return [to]
-    folder = fetch_components(model.source, model.revision, [part])
+    folder, index = fetch_components(*locate(model, [part]), [part]), None
     if whole:
-        if (index := find_index(folder)) is None:
-            raise ExportError(f"{folder} has no {' or '.join(INDEXES)}", "Replace the checkpoint with a whole copy.")
-        folder = fetch_components(model.source, model.revision, list_parts(read_object(index)))
+        base = fetch_components(model.source, model.revision, ())
+        if (index := find_index(base)) is None:
+            raise ExportError(f"{base} has no {' or '.join(INDEXES)}", "Replace the checkpoint with a whole copy.")
+        parts = list_parts(read_object(index))
+        folder = fetch_components(*locate(model, parts), parts)
     adapter = fit_to_model(adapter, folder, part)
     layers = {name.removeprefix("transformer."): layer for name, layer in load_layers(adapter, scale).items()}
     files = weight_files(folder / part)
@@ -294,8 +298,8 @@ def merge_adapter(
     with explain_failures(to), replacing(to) as out, console.progress(len(files), "merge", "files") as progress:
         out.mkdir()
         merge_component(folder / part, out / part if whole else out, layers, progress.advance)
-        if whole:
-            copy_rest(folder, out, [part])
+        if index is not None:
+            copy_rest(index, folder, out, [part])
     return [to]
 
 

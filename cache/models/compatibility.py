@@ -7,11 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 from cache.models import weights
+from cache.models.places import is_local, read_part_config
 from cache.models.weights import SingleModel
 from cache.store.json_checks import printable
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
-from schemas.config.encoding import Model
+from schemas.checkpoint import Place, WeightFile
+from schemas.config.encoding import PART_OPTIONS, Model
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
 from schemas.family import TEXT_PARTS, Family, Flavour
@@ -36,13 +38,15 @@ class CheckpointMismatch(weights.WeightsError):
 def find_json(model: Model, part: str, file: str = "config.json", ask_hub: bool = False) -> dict[str, Any] | None:
     """A small file of a checkpoint; None if it does not exist. ask_hub: fetch a file of a repository; otherwise only a
     file that was fetched before is read, because a hub that can't be reached delays the program."""
-    folder = weights.local_folder(model.source)
-    if folder is not None:
+    place = model.place(part)
+    if isinstance(place, WeightFile):
+        return read_part_config(model, part) if file == "config.json" else None
+    if (folder := weights.local_folder(place.source)) is not None:
         path = folder / part / file
         return weights.read_object(path) if path.is_file() else None
     read = weights.read_hub_object if ask_hub else weights.read_cached_object
     with suppress(weights.WeightsError):
-        return read(model.source, model.revision, f"{part}/{file}".lstrip("/"))
+        return read(*place, f"{part}/{file}".lstrip("/"))
     return None
 
 
@@ -128,7 +132,10 @@ def check_distilled(model: Model, warn: Callable[[str], object], is_guided: bool
 
     warn: function that is called if neither can be determined, and for a guided target of a checkpoint that is not
     distilled. is_guided: whether `train.guidance` has a scale above 1."""
-    published = [flavour for _, flavour in find_published(model.source)]
+    place = model.place(model.family_spec.components[0])
+    published = [model.flavour_spec]  # of a file, the flavour is configured
+    if isinstance(place, Place):
+        published = [flavour for _, flavour in find_published(place.source)]
     rows = {row.name: row for row in (model.flavour_spec, *published) if row.distilled_from or row.has_guidance}
     mark = model.family_spec.distilled_mark
     config = (find_json(model, mark.part) if mark.part else find_index(model)) if mark else None
@@ -187,7 +194,7 @@ def _refuse_distilled(model: Model, row: Flavour | None, is_reversible: bool) ->
 def check_transformer(model: Model) -> None:
     """Raise CheckpointMismatch if a transformer's config.json is for another family or task."""
     for part in model.family_spec.components:
-        config = weights.read_component_config(model.source, model.revision, part)
+        config = read_part_config(model, part)
         check_component(model, part, config)
         _check_attention(model, config)
 
@@ -196,7 +203,7 @@ def check_component(model: Model, part: str, config: Mapping[str, Any] | None = 
     """Raise CheckpointMismatch if a component is another kind of model than the family's, a transformer is for another
     task, or an autoencoder gives latents that the transformer can't read. config: its config.json, read if None."""
     if config is None:
-        config = weights.read_component_config(model.source, model.revision, part)
+        config = read_part_config(model, part)
     family, class_name = model.family_spec, config.get("_class_name") or config.get("model_type")
     if class_name != family.model_classes[part]:
         problem = f"{part} is a {printable(str(class_name))}, but {model.family} has a {family.model_classes[part]}"
@@ -260,10 +267,13 @@ def bucket_side_multiple(model: Model) -> int:
     sparse, part = model.family_spec.sparse, model.family_spec.components[0]
     if sparse is None:
         return model.family_spec.side_multiple
-    if weights.local_folder(model.source) is None and (published := find_published(model.source)):
+    place = model.place(part)
+    if isinstance(place, WeightFile):
+        is_sparse = model.flavour_spec.sparse
+    elif not is_local(model, part) and (published := find_published(place.source)):
         is_sparse = published[0][1].sparse
     else:
-        is_sparse = sparse.is_used_by(weights.read_component_config(model.source, model.revision, part))
+        is_sparse = sparse.is_used_by(read_part_config(model, part))
     return sparse.side_multiple if is_sparse else model.family_spec.side_multiple
 
 
@@ -283,20 +293,29 @@ def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
 
 
 def pin_revision(model: Model, memo: Store) -> Model:
-    """The model with its revision's current commit, so that processes started later load the same weights."""
-    if weights.local_folder(model.source) is not None or (
-        model.revision and weights.COMMIT_PATTERN.fullmatch(model.revision)
-    ):
-        return model
-    commit = weights.current_commit(model.source, model.revision, memo)
-    pinned = model.changed(revision=commit)
-    if model.family_spec.sparse is not None and find_published(model.source):
+    """The model with the current commits of its repositories, so that processes started later load the same weights."""
+    pinned = model.changed(revision=_pin(Place(model.source, model.revision), memo).revision)
+    for option in PART_OPTIONS:
+        if getattr(model, option) and isinstance(place := model.place(option), Place):
+            source, commit = _pin(place, memo)
+            pinned = pinned.changed(**{option: f"{source}@{commit}" if commit else source})
+    part = model.family_spec.components[0]
+    if model.family_spec.sparse is not None and not is_local(model, part):
         try:
-            config = weights.read_component_config(model.source, commit, model.family_spec.components[0])
+            config = read_part_config(pinned, part)
         except weights.WeightsError:  # offline, and the transformer is not in the local cache: the trainer checks
             return pinned
         _check_attention(pinned, config)
     return pinned
+
+
+def _pin(place: Place, memo: Store) -> Place:
+    """The place at the current commit of its revision; folders are unchanged."""
+    if weights.local_folder(place.source) is not None:
+        return place
+    if place.revision and weights.COMMIT_PATTERN.fullmatch(place.revision):
+        return place
+    return Place(place.source, weights.current_commit(place.source, place.revision, memo))
 
 
 # -- parts that fit each other -----------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 from cache.models.compatibility import bucket_side_multiple
-from cache.models.weights import WeightsError, fingerprint_weights, local_folder
+from cache.models.places import fingerprint_parts
+from cache.models.weights import UnknownCommit, WeightsError, local_folder
 from cache.sets import plans
 from cache.sets.table_checks import SetPointer, SetRecord
 from cache.sets.trainset import SetError, SetNotFound, TrainSet
@@ -232,15 +232,17 @@ def _points_to(store: Store, rel: str, set_id: str) -> bool:
 def local_weights(model: Model, memo: Store) -> dict[str, JsonDict]:
     """Kind of shard -> fingerprint of its encoder's weights, if it is known without a download."""
     components = {"text": model.family_spec.text_components, "latents": model.family_spec.latent_components}
-    fingerprints, commit = dict[str, JsonDict](), JsonDict()
-    if local_folder(model.source) is not None:
-        for kind, parts in components.items():
-            with suppress(WeightsError):
-                fingerprints[kind] = fingerprint_weights(model.source, parts, None, memo)
-        return fingerprints
-    with suppress(WeightsError):
-        commit = {"commit": fingerprint_weights(model.source, (), model.revision, memo)["commit"]}
-    return {kind: {"repo": model.source, "parts": sorted(parts), **commit} for kind, parts in components.items()}
+    fingerprints = dict[str, JsonDict]()
+    local_folder(model.source)  # an error if it is neither a folder nor a repository
+    for kind, parts in components.items():
+        try:
+            fingerprints[kind] = fingerprint_parts(model, parts, memo)
+        except UnknownCommit:
+            if not any(getattr(model, part, None) for part in parts):
+                fingerprints[kind] = {"repo": model.source, "parts": sorted(parts)}
+        except WeightsError:  # a folder without these parts, or a file of another machine
+            continue
+    return fingerprints
 
 
 def _build_recipe(config: Config) -> JsonDict:

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 from cache.models import compatibility, weights
+from cache.models.places import is_local, read_part_config
 from cache.runs.training_run import RunError
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import SetNotFound, TrainSet
@@ -69,19 +70,18 @@ def check_model(config: Config, warn: Callable[[str], object], is_run: bool = Tr
         compatibility.check_task(model)
         guidance = config.train.guidance
         compatibility.check_distilled(model, warn, is_guided=guidance is not None and guidance.scale > 1)
-        is_folder = weights.local_folder(model.source) is not None
-        if not (is_folder or is_run):
+        if not (is_run or is_local(model, part)):
             return None
         compatibility.check_transformer(
             model
         )  # a single file: if the hub can't be reached, no further files are requested
-        shape = weights.read_component_config(model.source, model.revision, part)
+        shape = read_part_config(model, part)
         count = model.family_spec.count_layers(shape)
         for name, method in config.train.used_methods.items():
             for key, problem in method.layer_problems(count) if count is not None else ():  # blocks that do not exist
                 option = ".".join(map(str, (method_option(name), *key)))
                 raise RunError(f"{option}: {problem}", f"{model.source} has {count} blocks; correct {option}.")
-        compatibility.check_parts(config, ask_hub=not is_folder)
+        compatibility.check_parts(config, ask_hub=is_run)
         return shape
     except weights.WeightsError as error:
         if isinstance(error, compatibility.CheckpointMismatch) or (is_run and not isinstance(error, weights.HubError)):

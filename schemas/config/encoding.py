@@ -3,11 +3,13 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from schemas.catalog import FAMILIES, VISION_MODELS, get_flavour
+from schemas.checkpoint import Place, WeightFile
 from schemas.config.section import (
     ADDRESS,
     Count,
@@ -33,6 +35,15 @@ MOST_PREFETCH = 1_000_000
 CAPTION_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 CAPTION_MODEL_GB = 7.5  # size of its download: 3,754,622,976 weights in bfloat16
 PUBLISHED = "default"  # value of model.assistant: the flavour's published adapter
+#: Options of the section `model` for parts of a checkpoint that have a place of their own; names of sub-folders.
+PART_OPTIONS = ("transformer", "transformer_2", "text_encoder", "vae")
+OWN_PLACE = "folder or repo (owner/name@revision) that has this part, or a .safetensors file; default: `path`"
+WEIGHT_FILE = ".safetensors"
+#: Suffixes of weights that are not read, and the reason.
+UNREADABLE = {
+    ".gguf": "GGUF files are not supported",
+    **dict.fromkeys((".ckpt", ".pt", ".pth", ".bin", ".pkl"), "a pickle can run code, so it is not read"),
+}
 MOST_READERS = 8  # more readers rarely make a disk faster
 
 
@@ -50,12 +61,21 @@ class Model(Section):
     )
     path: str | None = Field(
         None,
-        description="folder or repo in the layout of diffusers; default: the flavour's repo",
+        description="folder or repo in the layout of diffusers, or a .safetensors file of the transformer; default: "
+        "the flavour's repo",
         json_schema_extra={"affects": "text, latents"},
     )
     revision: str | None = Field(
         None, description="commit or tag of the repo", json_schema_extra={"affects": "nothing"}
     )
+    transformer: str | None = Field(None, description=OWN_PLACE, json_schema_extra={"affects": "run"})
+    transformer_2: str | None = Field(
+        None,
+        description="the same for the second transformer of a family with two",
+        json_schema_extra={"affects": "run"},
+    )
+    text_encoder: str | None = Field(None, description=OWN_PLACE, json_schema_extra={"affects": "text"})
+    vae: str | None = Field(None, description=OWN_PLACE, json_schema_extra={"affects": "latents"})
     precision: Precision = Field(
         "bfloat16",
         description="dtype of the encoders and the transformer",
@@ -85,6 +105,27 @@ class Model(Section):
         return flavour
 
     def _problems(self) -> Iterator[Problem]:
+        for name in ("path", *PART_OPTIONS):
+            place, parts = getattr(self, name), self.family_spec.model_classes
+            suffix = PurePath(place or "").suffix.lower()
+            if place and name != "path" and name not in parts:
+                yield (name,), f"{self.family} has no {name}; remove it. Its models: {', '.join(parts)}"
+            elif suffix in UNREADABLE:
+                yield (name,), f"{UNREADABLE[suffix]}; use a {WEIGHT_FILE} file, or a folder in the layout of diffusers"
+            elif is_weight_file(place) and name in self.family_spec.tokenizers:
+                yield (name,), f"a file has no tokenizer, which {self.family} has in {name}; use a folder or repo"
+        transformers = self.family_spec.components
+        if is_weight_file(self.path) and len(transformers) > 1:
+            yield (
+                ("path",),
+                f"{self.family} has several transformers; set {' and '.join(f'model.{part}' for part in transformers)} "
+                "to their files instead",
+            )
+        if self.flavour is None and len(self.family_spec.flavours) > 1 and self.has_transformer_file:
+            yield (
+                ("flavour",),
+                f"a {WEIGHT_FILE} file does not state its flavour; valid: {', '.join(self.family_spec.flavours)}",
+            )
         if self.assistant == PUBLISHED and self.flavour_spec.assistant is None:
             valid = [row.name for family in FAMILIES.values() for row in family.flavours.values() if row.assistant]
             yield (
@@ -115,8 +156,30 @@ class Model(Section):
 
     @property
     def source(self) -> str:
-        """Folder or repo id of the weights."""
-        return self.path or self.flavour_spec.repo
+        """Folder or repo id of every part that has no place of its own."""
+        return self.path if self.path and not is_weight_file(self.path) else self.flavour_spec.repo
+
+    @property
+    def has_transformer_file(self) -> bool:
+        return any(isinstance(self.place(part), WeightFile) for part in self.family_spec.components)
+
+    def place(self, part: str) -> Place | WeightFile:
+        """The place of a part of the checkpoint. part: sub-folder in the layout of diffusers."""
+        own: str | None = getattr(self, part) if part in PART_OPTIONS else None
+        if own is None and part == "transformer" and is_weight_file(self.path):
+            own = self.path
+        if own is None:
+            return Place(self.source, self.revision)
+        if is_weight_file(own):
+            family = self.family_spec
+            return WeightFile(own, family.model_classes[part], family.published_shape(part, self.flavour_spec))
+        source, at, revision = own.rpartition("@")
+        return Place(source, revision) if at and source.count("/") == 1 and source[0] not in "./~" else Place(own)
+
+
+def is_weight_file(path: str | None) -> bool:
+    """Whether a path in the configuration is a single file of weights."""
+    return path is not None and path.lower().endswith(WEIGHT_FILE)
 
 
 class Text(Section, json_schema_extra={"affects": "text"}):

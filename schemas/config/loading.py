@@ -1,8 +1,8 @@
 """Read pipeline.yaml: overrides applied, relative paths resolved, every error with its file, line and key.
 
 Relative paths in the configuration (and in --set) are relative to the folder of the configuration file. URLs
-(`s3://...`, `memory://...`) are unchanged; `file://` is a path. `model.path` may name a repo: it is unchanged unless
-such a folder exists or it begins with "." or "~".
+(`s3://...`, `memory://...`) are unchanged; `file://` is a path. `model.path` and the
+places of a model's parts may name a repo: they are unchanged unless such a path exists or they begin with "." or "~".
 
 `python -m schemas.config.loading` prints the JSON Schema that editors use.
 """
@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
-from schemas.config.encoding import PUBLISHED
+from schemas.config.encoding import PART_OPTIONS, PUBLISHED
 from schemas.config.pipeline import Config
 from schemas.config.prompt_library import LibraryPrompt, PromptLibraryError, read_prompts
 from schemas.config.section import ONE_TAG, PATTERNS, SEVERAL_TAG, InconsistentValues, Problem, Section
@@ -406,7 +406,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
 
     _map_texts(config, ("root", "output"), absolute)
     config.setdefault("output", absolute("output"))
-    _map_texts(config.get("model"), ("path",), absolute_if_exists)
+    _map_texts(config.get("model"), ("path", *PART_OPTIONS), absolute_if_exists)
     _map_texts(config.get("model"), ("assistant",), lambda text: text if text == PUBLISHED else absolute(text))
     for section in ("vision", "features", "caption", "masks"):
         _map_texts(config.get(section), ("model",), absolute_if_exists)

@@ -10,6 +10,7 @@ from textwrap import wrap
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from cache.store.files import explained, make_folders, replacing
+from schemas.config.encoding import PART_OPTIONS
 from schemas.config.loading import (
     ConfigError,
     is_section,
@@ -121,7 +122,9 @@ def change_text(text: str, settings: Settings, dataset: int, overrides: Sequence
     (text, changes that the user has to make by hand). dataset: index of the dataset that is changed."""
     by_hand, editor, values = list[str](), YamlEditor(text), parse_yaml(text).value
     is_new_family = value_at(values, ("model", "family")) != settings["model", "family"]
-    removed = [*REMOVED, *([("model", "path"), ("model", "revision"), ("train", "shift")] if is_new_family else [])]
+    removed = list(REMOVED)
+    if is_new_family:
+        removed += [*(("model", name) for name in ("path", "revision", *PART_OPTIONS)), ("train", "shift")]
     has_prompts = bool(value_at(values, ("validation", "prompts")) or value_at(values, ("validation", "prompts_file")))
     for path, value in {**settings, **{path: None for path in removed if path not in settings}}.items():
         placed = (path[0], dataset, *path[2:]) if path[:2] == DATASET else path

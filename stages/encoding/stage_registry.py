@@ -6,7 +6,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from cache.models.weights import fingerprint_weights
+from cache.models.places import fingerprint_parts
 from cache.sets.plans import Plan, Unit
 from cache.store.layout import ENCODE_PROGRAMS, ITEM_PROGRAMS
 from cache.store.store import Store
@@ -44,7 +44,7 @@ def latents_fingerprint_inputs(config: Config) -> dict[str, Any]:
 
 
 def fingerprint_components(model: Model, components: tuple[str, ...], root: str) -> dict[str, Any]:
-    return fingerprint_weights(model.source, components, model.revision, Store(root))
+    return fingerprint_parts(model, components, Store(root))
 
 
 def vision_fingerprint_inputs(config: Config) -> dict[str, Any]:

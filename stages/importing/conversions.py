@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from schemas.catalog import FAMILIES
+from schemas.config.encoding import UNREADABLE, is_weight_file
 from schemas.config.section import MOST_STEPS
 from schemas.config.yaml_reader import KeyPath, parse_yaml
 from stages.importing.draft import NOTHING, Convert, Draft, Nearest, Several, is_off, section_options
@@ -274,9 +275,15 @@ def checkpoint(value: Any, draft: Draft) -> Several:
     published = flavour_of_repo(text(value))
     if published is not None and draft.get("model.family", FLAVOURS[published]) == FLAVOURS[published]:
         return select_flavour(published)
-    if text(value).endswith((".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".sft")):
-        raise ValueError("a checkpoint must be a folder or repository in diffusers' layout")
     path = text(value)
+    if path.endswith((*UNREADABLE, ".sft")):
+        raise ValueError("a checkpoint must be a folder or repository in diffusers' layout, or a .safetensors file")
+    if (
+        is_weight_file(path)
+        and not draft.get("model.flavour")
+        and len(FAMILIES[draft.get("model.family")].flavours) > 1
+    ):
+        raise ValueError("a file does not state its flavour; set model.flavour and model.path")
     is_local = path.startswith((".", "/", "~")) or draft.files.find(path)
     return Several({"model.path": draft.files.convert_path(path) if is_local else path})
 

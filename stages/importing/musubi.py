@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from schemas.config.encoding import is_weight_file
 from schemas.text_format import split_lines
 from stages.importing import conversions as to
 from stages.importing.draft import (
@@ -66,12 +67,16 @@ def _model(value: Any, draft: Draft) -> Several:
 
 
 def _weights(value: Any, draft: Draft) -> Any:
-    """Settings from the name of the checkpoint: a pretrained flavour, or the expert that is trained."""
-    name, flavour = to.text(value).lower().replace("\\", "/").rpartition("/")[2], str(draft.get("model.flavour"))
-    if flavour.startswith("t2v-") and "pretrain" in name and "sft" in flavour:
-        return Several({"model.flavour": flavour.replace("sft", "pretrain")})
+    """Settings from the file of the checkpoint: its place if it exists, a pretrained flavour, or the expert that is
+    trained."""
+    name, flavour = to.text(value).lower().replace("\\", "/").rpartition("/")[2], draft.get("model.flavour")
     if draft.get("model.family") != "wan2.2-a14b":
-        return NOTHING
+        settings: dict[str, Any] = {}
+        if flavour and flavour.startswith("t2v-") and "pretrain" in name and "sft" in flavour:
+            settings["model.flavour"] = flavour.replace("sft", "pretrain")
+        if flavour and is_weight_file(name) and draft.files.find(to.text(value)):
+            settings["model.path"] = draft.files.convert_path(to.text(value))
+        return Several(settings) if settings else NOTHING
     if not is_off(draft.entries.get("dit_high_noise")):
         return "both"
     lowest = to.number(draft.entries.get("min_timestep", 0))

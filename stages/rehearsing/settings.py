@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config.datasets import Dataset
+from schemas.config.encoding import PART_OPTIONS
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.geometry import largest_valid_frames
@@ -65,7 +66,7 @@ def rehearsal_values(config: Config, folder: Path, steps: int, device: str | Non
             dataset["instance_prompt"] = dataset["instance_prompt"] or STAND_IN  # caption of items without one
     train, validation = values["train"], values["validation"]
     values |= {"root": str(folder / "work"), "output": str(folder / "output")}
-    values["model"] |= {"path": str(folder / "model"), "precision": "float32"}
+    values["model"] |= {"path": str(folder / "model"), "precision": "float32", **dict.fromkeys(PART_OPTIONS)}
     train |= {"set": "current", "steps": steps, "checkpoint_every": max(1, steps // 2), "log_every": 1}
     train["trackers"] = [tracker for tracker in config.train.trackers if tracker != "wandb"]
     values["stages"]["decode"]["while_training"] = False

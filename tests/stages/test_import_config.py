@@ -372,6 +372,19 @@ def test_the_expert_follows_from_timesteps_and_names(words: str, expert: str, st
     assert (train.experts, train.steps) == (expert, steps)
 
 
+def test_a_checkpoint_in_one_file_is_used_if_its_flavour_is_known(tmp_path: Path) -> None:
+    for folder in ("musubi", "ai-toolkit"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "one.safetensors").write_bytes(b"")
+    assert musubi(tmp_path / "musubi", "--task t2v-1.3B --dit one.safetensors").model.path == str(
+        tmp_path / "musubi/one.safetensors"
+    )
+    assert musubi(tmp_path / "missing", "--task t2v-1.3B --dit one.safetensors").model.path is None
+    model = {"name_or_path": "./one.safetensors", "arch": "zimage"}
+    config, reasons = ai_toolkit(tmp_path / "ai-toolkit", model=model)
+    assert config.model.path is None and "not carried over" in reasons["model.name_or_path"]
+
+
 def test_musubis_videos_and_buckets(tmp_path: Path) -> None:
     video = f"{VIDEO}target_frames = [25]\nresolution = [960, 544]\n"
     (dataset,) = musubi(tmp_path, "--task t2v-14B", data=video).datasets

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from cache.models.weights import PICKLE_SUFFIXES, WEIGHTS_SUFFIX, find_index, list_parts, read_object
+from cache.models.weights import PICKLE_SUFFIXES, WEIGHTS_SUFFIX, list_parts, read_object
 from cache.store.files import replacing
 from schemas.config.training import FILE_NAMES, FileFormat
 from schemas.family import ComfyUINames
@@ -276,11 +276,9 @@ def other_files(folder: Path) -> list[Path]:
     return [path for path in files if not path.name.endswith(unread)]
 
 
-def copy_rest(checkpoint: Path, target: Path, merged: list[str]) -> None:
-    """Copy the files that a pipeline's `from_pretrained` reads, except the components `merged`. The copies have the
-    modes of new files."""
-    index = find_index(checkpoint)
-    assert index is not None, f"{checkpoint} has no index"
+def copy_rest(index: Path, checkpoint: Path, target: Path, merged: list[str]) -> None:
+    """Copy a pipeline's index, and the components that it names except `merged`, as its `from_pretrained` reads them.
+    The copies have the modes of new files."""
     shutil.copyfile(index, target / index.name)
     for part in list_parts(read_object(index)):
         if part not in merged and (checkpoint / part).is_dir():

@@ -24,11 +24,13 @@ import torch
 from pydantic import ValidationError
 
 from cache.models.compatibility import bucket_side_multiple, find_published
-from cache.models.weights import WeightsError, local_folder, read_component_config
+from cache.models.places import is_local, read_part_config
+from cache.models.weights import WeightsError, local_folder
 from cache.sets import plans
 from cache.sets.text_lengths import max_token_counts, reference_tokens
 from cache.store.store import Store
 from schemas.activities import activity
+from schemas.checkpoint import Place
 from schemas.cli.report import Report
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Latents, Model, Text
@@ -118,17 +120,17 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
 def read_shapes(model: Model) -> tuple[Shapes, list[str]]:
     """Returns component -> config, and messages about components that are assumed to have the published shape."""
     spec = model.family_spec
-    folder, shapes, assumed = local_folder(model.source), Shapes(), list[str]()
-    is_published = folder is None and bool(find_published(model.source))
+    shapes, assumed = Shapes(), list[str]()
     for part in spec.shapes:
-        published = spec.published_shape(part, model.flavour_spec)
+        place = model.place(part)
+        folder = local_folder(place.source) if isinstance(place, Place) else None
         if folder is not None and (folder / part / "config.json").exists():
-            shapes[part] = read_component_config(model.source, model.revision, part)
+            shapes[part] = read_part_config(model, part)
             continue
-        shapes[part] = published
-        if not is_published:
+        shapes[part] = spec.published_shape(part, model.flavour_spec)
+        if isinstance(place, Place) and (folder is not None or not find_published(place.source)):
             assumed.append(
-                f"{model.source} has no {part} on this machine: the shape of {model.flavour_spec.repo} is assumed."
+                f"{place.source} has no {part} on this machine: the shape of {model.flavour_spec.repo} is assumed."
             )
     return shapes, assumed
 
@@ -271,7 +273,7 @@ def _side_multiple(model: Model) -> int:
     sparse = spec.sparse is not None and model.flavour_spec.sparse
     published = spec.sparse.side_multiple if spec.sparse and sparse else spec.side_multiple
     try:
-        return bucket_side_multiple(model) if local_folder(model.source) is not None else published
+        return bucket_side_multiple(model) if is_local(model, spec.components[0]) else published
     except WeightsError:
         return published
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from cache.models.places import locate
 from cache.models.weights import check_stored, local_folder
 from cache.runs.training_run import RunError
 from cache.sets.training_checks import used_methods
@@ -75,7 +76,7 @@ def check_training(
     with explain_checkpoint_errors(config.model.source):
         model = empty_transformer(config.model, config.part, choose_dtypes(config.train, config.model)[0])
         family.check(config.model.source, model.config)
-        if is_stored and (folder := local_folder(config.model.source)):
+        if is_stored and (folder := local_folder(locate(config.model, [config.part]).source)):
             weights = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
             check_stored(folder / config.part, weights, type(model)._keys_to_ignore_on_load_unexpected or ())
     sections = config.train.used_methods if data is None else used_methods(config.train, data)

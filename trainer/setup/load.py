@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from cache.models.weights import config_errors, fetch_components, fingerprint_weights, read_component_config
+from cache.models.places import locate, read_part_config
+from cache.models.weights import config_errors, fetch_components, fingerprint_weights
 from cache.runs.training_run import RunError
 from cache.sets.training_checks import train_precision
 from cache.store.store import Store
@@ -34,7 +35,7 @@ def load_transformer(
     with explain_checkpoint_errors(config.model.source):
         load_device = torch.device("cpu") if config.train.quantized else device
         load = load or partial(family.load, part=config.part)
-        model = load(config.model.source, config.model.revision, dtype, load_device)
+        model = load(*locate(config.model, [config.part]), dtype, load_device)
     return model, autocast
 
 
@@ -51,7 +52,7 @@ def choose_dtypes(settings: Train, model: Model) -> tuple[torch.dtype, torch.dty
 def empty_transformer(model: Model, part: str, dtype: torch.dtype = torch.float32) -> Any:
     """The transformer on the meta device, built by the family from config.json: names and shapes, without weights.
     part: folder of the transformer in the checkpoint."""
-    settings = read_component_config(model.source, model.revision, part)
+    settings = read_part_config(model, part)
     with torch.device("meta"), config_errors(f"{model.source}/{part}/config.json"):
         return module_of(model.family_spec).untrained(settings, dtype)
 
@@ -76,6 +77,6 @@ def explain_checkpoint_errors(source: str) -> Iterator[None]:
 
 def fingerprint_base(model: Model, part: str, root: str) -> str:
     """A hash of the trained transformer's files, computed like the hash of an encoder's files."""
-    folder = fetch_components(model.source, model.revision, (part,))
+    folder = fetch_components(*locate(model, [part]), [part])
     memo = Store(root) if "://" in root or Path(root).is_dir() else None
     return fingerprint_weights(str(folder), (part,), None, memo)["content"]

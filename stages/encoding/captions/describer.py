@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from cache.models.places import locate
 from cache.models.weights import WeightsError, config_errors, fetch_components
 from schemas.config.encoding import Caption, Model
 from schemas.devices import to_device
@@ -323,7 +324,7 @@ def load_describer(caption: Caption, base_model: Model, device: torch.device) ->
     dtype = getattr(torch, caption.precision or base_model.precision)
     if caption.model is None:
         parts = encoder_parts(base_model)
-        folder = fetch_components(base_model.source, base_model.revision, parts)
+        folder = fetch_components(*locate(base_model, parts), parts)
         with model_loading.loading_errors(base_model, "text_encoder"):
             model = _load(
                 transformers.Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", dtype, device, caption

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.models.weights import MODEL_FILES, SingleModel, fingerprint_weights, read_component_config
+from cache.models.places import fingerprint_parts, read_part_config
+from cache.models.weights import MODEL_FILES, SingleModel
 from cache.sets.table_checks import Provenance
 from cache.store.json_checks import Foreign
 from cache.store.store import Store
@@ -47,7 +48,7 @@ def encoder_parts(model: Model) -> tuple[str, ...]:
     """The sub-folders of the model's own text encoder. Raises UsageError if the text encoder can't describe a
     picture."""
     parts = tuple(part for part in model.family_spec.text_components if part in TEXT_ENCODER_PARTS)
-    kind = read_component_config(model.source, model.revision, "text_encoder").get("model_type")
+    kind = read_part_config(model, "text_encoder").get("model_type")
     if kind != OWN_MODEL_TYPE:
         raise UsageError(f"the text encoder of {model.source} is a {kind}, which does not describe pictures", ADVICE)
     return parts
@@ -58,7 +59,7 @@ def caption_fingerprint_inputs(config: Config) -> dict[str, Any]:
     if caption.model is not None:
         weights = single_model(caption).fingerprint(memo)
     else:
-        weights = fingerprint_weights(config.model.source, encoder_parts(config.model), config.model.revision, memo)
+        weights = fingerprint_parts(config.model, encoder_parts(config.model), memo)
     return caption_settings(config.model, caption, config.latents) | {"weights": weights}
 
 

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
+from cache.models.places import locate
 from cache.models.weights import WeightsError, config_errors, fetch_components, load_pretrained
 from schemas.config.encoding import Caption, Model, Text
 from schemas.devices import HostCopy
@@ -204,7 +205,8 @@ def load_text_encoder(model: Model, text: Text, device: torch.device) -> Any:
     template = text.stored_template(model.template)
     length = text.max_length or template.max_length
     with model_loading.loading_errors(model, "text_encoder"):
-        return module.Encoder(model.source, model.revision, template, length, dtype, device, text)
+        place = locate(model, module.Encoder.components)
+        return module.Encoder(*place, template, length, dtype, device, text)
 
 
 def load_language_model(

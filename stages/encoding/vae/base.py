@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from cache.models.compatibility import check_component, preview_model
-from cache.models.weights import config_errors, load_part, load_pretrained, read_component_config
+from cache.models.places import locate, read_part_config
+from cache.models.weights import config_errors, load_part, load_pretrained
 from cache.shards.shard import ShardRow
 from cache.store.damage import DamageError
 from schemas.config.encoding import Latents, Model
@@ -134,7 +135,7 @@ def load_autoencoder(model: Model, latents: Latents, device: torch.device) -> Au
     options = MemoryOptions.of(latents, family)
     check_component(model, "vae")
     with model_loading.loading_errors(model, "vae"):
-        loaded = module.Autoencoder(model.source, model.revision, dtype, device, options, family.normalization)
+        loaded = module.Autoencoder(*locate(model, ["vae"]), dtype, device, options, family.normalization)
     installed, expected = loaded.library_settings(), latents.settings(family)
     if not installed.items() <= expected.items():
         raise LatentpressError(
@@ -307,7 +308,7 @@ def load_tiny_autoencoder(model: Model, latents: Latents, source: str, device: t
 
     normalization = model.family_spec.normalization
     assert replace(normalization, mean=None) == Normalization()
-    large = read_component_config(model.source, model.revision, "vae")
+    large = read_part_config(model, "vae")
     offset = 0.0 if normalization.mean else (large.get("shift_factor") or 0.0) * large["scaling_factor"]
     folder = preview_model(source).fetch()
     dtype = getattr(torch, latents.precision or model.precision)

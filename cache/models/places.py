@@ -1,0 +1,104 @@
+"""The parts of a configured checkpoint, each from its place: a folder in diffusers' layout, a repository, or one file.
+
+A file is converted once to a folder in diffusers' layout, in the folder `latentpress` of the Hugging Face cache
+(HF_HOME), and again if the file changes. Parts of several places are linked into one folder there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cache.models import weights
+from cache.store.files import make_folders, replacing
+from cache.store.store import Store
+from schemas.checkpoint import Place, WeightFile
+from schemas.config.encoding import PART_OPTIONS, Model
+from schemas.identity import hash_json
+
+CONVERSION = 1  # version of the converted folders
+
+
+def locate(model: Model, parts: Sequence[str]) -> Place:
+    """The folder in diffusers' layout, or the repository, that has these parts of a checkpoint. A file is converted
+    first; if the parts have several places, all of them are fetched. Raises WeightsError."""
+    groups = _group(model, parts)
+    if len(groups) == 1:
+        return groups[0][0]
+    folders = {part: weights.fetch_components(*place, own_parts) for place, own_parts in groups for part in own_parts}
+    joined = _cache_folder() / f"joined-{hash_json(sorted((part, str(path)) for part, path in folders.items()))[:16]}"
+    if not joined.is_dir():
+        with replacing(joined) as folder:
+            folder.mkdir()
+            for part, source in folders.items():
+                (folder / part).symlink_to((source / part).absolute(), target_is_directory=True)
+    return Place(str(joined))
+
+
+def read_part_config(model: Model, part: str) -> dict[str, Any]:
+    """Return the config.json of one part. From a repository, only this file is fetched; for a file, the published
+    values that differ from the defaults of the model's class are returned. Raises WeightsError."""
+    place = model.place(part)
+    if isinstance(place, WeightFile):
+        key = "_class_name" if place.class_name[0].isupper() else "model_type"
+        return {key: place.class_name, **place.shape}
+    return weights.read_component_config(*place, part)
+
+
+def fingerprint_parts(model: Model, parts: Sequence[str], memo: Store | None = None) -> dict[str, Any]:
+    """`weights.fingerprint_weights` of parts of a checkpoint. For parts of several places: {"places"}, the list of
+    their fingerprints. A file has the fingerprint of its converted folder, so two files with the same weights are the
+    same checkpoint."""
+    groups = sorted((own_parts, place) for place, own_parts in _group(model, parts))
+    found = [weights.fingerprint_weights(place.source, own, place.revision, memo) for own, place in groups]
+    return found[0] if len(found) == 1 else {"places": found}
+
+
+def is_local(model: Model, part: str) -> bool:
+    """Whether the place of a part is a file or a folder on this machine. Raises CheckpointNotFound if the place is
+    neither, nor a repository id."""
+    place = model.place(part)
+    return isinstance(place, WeightFile) or weights.local_folder(place.source) is not None
+
+
+def _group(model: Model, parts: Sequence[str]) -> list[tuple[Place, list[str]]]:
+    """Each place in diffusers' layout, and those of the parts that it has."""
+    groups: dict[Place, list[str]] = {}
+    for part in parts:
+        place = model.place(part)
+        if isinstance(place, WeightFile):
+            place = _convert(place, part)
+        elif part in PART_OPTIONS and getattr(model, part):
+            weights.local_folder(
+                place.source, f"set model.{part} to a folder or repository that has {part}, or remove it"
+            )
+        groups.setdefault(place, []).append(part)
+    return [*groups.items()] or [(Place(model.source, model.revision), [])]
+
+
+def _convert(file: WeightFile, part: str) -> Place:
+    """A folder in diffusers' layout with one part, converted from a file."""
+    path = Path(file.path).expanduser().resolve()
+    if not path.is_file():
+        raise weights.CheckpointNotFound(f"{file.path} is not a file", f"correct model.path or model.{part}")
+    about = path.stat()
+    made_of = [CONVERSION, part, str(path), about.st_size, about.st_mtime_ns, asdict(file)]
+    folder = _cache_folder() / f"{path.stem}-{hash_json(made_of)[:16]}"
+    if not folder.is_dir():
+        from huggingface_hub.utils import WeakFileLock
+
+        from cache.models.conversion import convert_file
+
+        make_folders(folder.parent)
+        with WeakFileLock(folder.with_name(f"{folder.name}.lock")):  # the ranks of a machine convert a file once
+            if not folder.is_dir():
+                with replacing(folder) as made:
+                    made.mkdir()
+                    convert_file(file, made / part)
+    return Place(str(folder))
+
+
+def _cache_folder() -> Path:
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "latentpress"
