@@ -308,10 +308,12 @@ class ComfyUINames:
 class OriginalNames:
     """The names of modules in the original release that differ from diffusers; other trainers use them in adapters.
     paths: pairs (diffusers path, original path), see ComfyUINames. joined: pairs (original module, diffusers modules
-    whose concatenated outputs it computes); each name consists of the last segments of a path, equally many."""
+    whose concatenated outputs it computes); each name consists of the last segments of a path, equally many. swapped:
+    diffusers paths of modules whose outputs have their second half first in the original release."""
 
     paths: tuple[tuple[str, str], ...] = ()
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    swapped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ _ORIGINAL_NAMES = OriginalNames(
         ("img_attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v")),
         ("txt_attn.qkv", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")),
     ),
+    swapped=("norm_out.linear",),
 )
 _QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 _9B = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288}

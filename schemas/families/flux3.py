@@ -49,7 +49,15 @@ _PATHS = (
     ("timestep_embedder.linear_1", "time_in.in_layer"),
     ("timestep_embedder.linear_2", "time_in.out_layer"),
     ("proj_out", "final_layer.image.linear"),
-    ("norm_out.linear", "final_layer.image.adaLN_modulation.1"),
+    *(
+        (f"{name}.{stream}.linear", f"{name}.{stream}.lin")
+        for name in ("early_stream_modulations", "single_stream_modulations")
+        for stream in ("image", "image_cond", "txt")
+    ),
+)
+#: ComfyUI's file leaves this module out, because ComfyUI would add the update to outputs in another order.
+_ORIGINAL_NAMES = OriginalNames(
+    (*_PATHS, ("norm_out.linear", "final_layer.image.adaLN_modulation.1")), swapped=("norm_out.linear",)
 )
 _REPO = "black-forest-labs/flux-3-image-klein"
 _TASKS: tuple[Task, ...] = ("t2i", "i2i")
@@ -96,7 +104,7 @@ FAMILIES = {
         distilled_mark=DistilledMark("flow_map", "transformer", is_reversible=False),
         tokenizers={"text_encoder": "Qwen2Tokenizer"},
         comfyui_names=ComfyUINames(_PATHS, has_alpha=False),  # diffusers reads these names, too, and ignores alpha
-        original_names=OriginalNames(_PATHS),
+        original_names=_ORIGINAL_NAMES,
         latent_settings={"tiling": False},
         shift_by_tokens=constant_shift,
         video=False,

@@ -15,6 +15,7 @@ from schemas.family import (
     Family,
     Flavour,
     Normalization,
+    OriginalNames,
     PublishedAdapter,
     ReferenceSize,
     ShiftByTokens,
@@ -113,6 +114,9 @@ FAMILIES = {
         guidance_argument="true_cfg_scale",
         # Behind the other prefix, ComfyUI does not read the names of the feed-forwards.
         comfyui_names=ComfyUINames(prefix="transformer.", has_alpha=False),
+        original_names=OriginalNames(  # of ComfyUI's model, and of diffusion-pipe, which trains this model
+            joined=(("img_mlp.gate_up", ("img_mlp.gate_layer", "img_mlp.proj")),)
+        ),
         latent_settings={"tiling": False},
         tile=(256, 192),
         image_token=32,

@@ -21,9 +21,10 @@ Files of other programs are read, too: keys without a prefix, and lora_down and 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,7 +36,7 @@ from schemas.config.encoding import PUBLISHED, Model
 from schemas.config.pipeline import Config
 from schemas.config.training import FILE_NAMES, Adapter, FileFormat
 from schemas.errors import USAGE, LatentpressError
-from schemas.family import ComfyUINames
+from schemas.family import ComfyUINames, OriginalNames
 from schemas.regular_files import NOT_REGULAR
 from trainer.adapters.layers import (
     DOWN,
@@ -54,7 +55,8 @@ from trainer.adapters.layers import (
 
 OUR_PREFIX = "latentpress."
 DIFFUSERS_NAMES = ComfyUINames()
-Joined = tuple[tuple[str, tuple[str, ...]], ...]
+#: Modules that `fuse_qkv_projections` makes in diffusers' models; SimpleTuner trains them (see OriginalNames.joined).
+FUSED = OriginalNames(joined=(("to_qkv", ("to_q", "to_k", "to_v")),))
 FLOAT_DTYPES, INTEGER_DTYPES = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "I16", "I8", "U8")
 COMFYUI_PREFIX, LYCORIS_PREFIX = "diffusion_model.", "lycoris_"
 FLAT_PREFIXES = (LYCORIS_PREFIX, "lora_unet_")  # prefixes of module paths with underscores
@@ -360,70 +362,91 @@ def flat_name(name: str) -> str:
     return name.removeprefix("transformer.").replace(".", "_")
 
 
-def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> AdapterFile:
+def resolve_names(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], model: str) -> AdapterFile:
     """The adapter with the model's module paths instead of other programs' names; unchanged if it already has module
-    paths. A layer for several modules becomes one layer per module. AdapterError if a name is ambiguous.
+    paths. A layer for several modules becomes one layer per module. AdapterError if a name is ambiguous, or if the
+    modules of a layer have another number of outputs.
 
-    weights: "<component>.<module path>" of the model's weights. model: name of the model in messages.
+    weights: "<component>.<module path>" -> shape of the model's weight. model: name of the model in messages.
     """
-    names, is_flat = list(weights), adapter.format == "lycoris"
-    model_names = set(names)
-    if not is_flat and model_names.issuperset(adapter.layers):
+    is_flat = adapter.format == "lycoris"
+    if not is_flat and weights.keys() >= adapter.layers.keys():
         return adapter
-    meanings = [*_meanings(names, is_flat)]
+    meanings = [*_meanings(weights, is_flat)]
     layers = dict[str, Layer]()
     for name, layer in adapter.layers.items():
         key = flat_name(name) if is_flat else name
-        candidates = next((table[key] for table in meanings if key in table), [(name,)])
-        if not is_flat and name in model_names:
-            candidates = [(name,)]
+        table, swapped = next(((table, swapped) for table, swapped in meanings if key in table), ({}, ()))
+        candidates = table.get(key, [(name,)])
         if len(candidates) > 1:
             paths = ", ".join(path for path, *_ in candidates)
             raise AdapterError(
                 f"{adapter.path}: {_start(layer)} is ambiguous: in {model}, it may be {paths}",
                 "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
             )
-        for path, part in zip(candidates[0], _split(adapter, name, layer, len(candidates[0])), strict=True):
+        for path, part in _split(adapter, layer, {path: weights.get(path, ()) for path in candidates[0]}, model):
+            if path in swapped:
+                part = _swap(adapter, part)
             if path in layers:
                 raise duplicate_error(adapter.path, path, _first_key(layers[path]), _first_key(layer))
             layers[path] = part
     return replace(adapter, layers=layers)
 
 
-def _meanings(weights: Sequence[str], is_flat: bool) -> Iterator[dict[str, list[tuple[str, ...]]]]:
+def _meanings(
+    weights: Collection[str], is_flat: bool
+) -> Iterator[tuple[dict[str, list[tuple[str, ...]]], Collection[str]]]:
     """Tables of names: one for diffusers' names, and one for each set of names that other programs use for a family.
 
     Each table maps a name -> its possible meanings. A meaning is the path of one module, or the paths of the modules
-    whose outputs the named layer concatenates.
+    whose outputs the named layer concatenates. With each table are the paths of the modules that are swapped
+    (`OriginalNames.swapped`).
     """
-    model_names = set(weights)
-    tables: dict[tuple[tuple[str, str], ...], Joined] = {DIFFUSERS_NAMES.paths: ()} if is_flat else {}
-    for family in FAMILIES.values():
-        tables |= {family.comfyui_names.paths: (), family.original_names.paths: family.original_names.joined}
-    for paths, joined in tables.items():
+    others = [(OriginalNames(family.comfyui_names.paths), family.original_names) for family in FAMILIES.values()]
+    for names in dict.fromkeys([FUSED, *chain(*others)]):
         table = defaultdict[str, list[tuple[str, ...]]](list)
         for name in weights:
-            foreign_name = rename(name, paths)
+            foreign_name = rename(name, names.paths)
             table[flat_name(foreign_name) if is_flat else foreign_name].append((name,))
-            for joint, (first, *next_ends) in joined:
+            for joint, (first, *next_ends) in names.joined:
                 if name.endswith(f".{first}"):
                     start = name.removesuffix(first)
                     modules = (name, *(start + end for end in next_ends))
-                    if model_names.issuperset(modules):
-                        foreign_name = rename(start + joint, paths)
+                    if all(module in weights for module in modules):
+                        foreign_name = rename(start + joint, names.paths)
                         table[flat_name(foreign_name) if is_flat else foreign_name].append(modules)
-        yield table
+        yield table, [name for name in weights if name.partition(".")[2] in names.swapped]
 
 
-def _split(adapter: AdapterFile, name: str, layer: Layer, count: int) -> list[Layer]:
-    if count == 1:
-        return [layer]
+def _split(
+    adapter: AdapterFile, layer: Layer, modules: Mapping[str, tuple[int, ...]], model: str
+) -> list[tuple[str, Layer]]:
+    """The layer of each module. modules: path of a module -> shape of its weight, in the order of their outputs."""
+    if len(modules) == 1:
+        return [(path, layer) for path in modules]
     if isinstance(layer, Lokr):
         raise AdapterError(
-            f"{adapter.path}: {_start(layer)} is for {count} modules of this model, and a LoKr can't be divided",
+            f"{adapter.path}: {_start(layer)} is for {len(modules)} modules of this model, and a LoKr can't be divided",
             "Train or convert it for the separate modules, or name a LoRA.",
         )
-    return [*layer.split(count)]
+    sizes = [shape[0] for shape in modules.values()]
+    if sum(sizes) != layer.size[0]:
+        raise AdapterError(
+            f"{adapter.path}: {_start(layer)} has {layer.size[0]} outputs, but {', '.join(modules)} have {sum(sizes)} "
+            f"in {model}",
+            "It was made for a model of another size: set model.flavour or model.path to that model.",
+        )
+    return [*zip(modules, layer.split(sizes), strict=True)]
+
+
+def _swap(adapter: AdapterFile, layer: Layer) -> Layer:
+    if isinstance(layer, Lokr):
+        raise AdapterError(
+            f"{adapter.path}: {_start(layer)} has its outputs in another order in this model, and a LoKr can't be "
+            "reordered",
+            "Remove this module from the file, or name a LoRA.",
+        )
+    return layer.swap()
 
 
 def _first_key(layer: Layer) -> str:

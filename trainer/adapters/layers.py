@@ -6,9 +6,10 @@ the formats.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pyarrow as pa
@@ -40,27 +41,40 @@ class Lora:
     (outputs, rank, ...), and for a DoRA, MAGNITUDE (outputs,) is the norm of each output's weights.
 
     keys: tensor -> key in the file. shapes: tensor -> shape. tensors: tensor -> values; empty until they are loaded.
-    outputs: (first, end) of this module's outputs in the file's layer, if that layer covers several modules.
+    outputs: (first, end) of each part of this module's outputs in the file's layer, in the module's order; empty: the
+    layer has the module's outputs in their order.
     """
 
     keys: dict[str, str]
     shapes: Shapes
     scale: float
     tensors: Tensors = field(default_factory=dict)
-    outputs: tuple[int, int] | None = None
+    outputs: tuple[tuple[int, int], ...] = ()
 
     def take(self, tensors: Tensors) -> Tensors:
         """This layer's tensors. tensors: key in the file -> tensor."""
         values = {tensor: tensors[key] for tensor, key in self.keys.items()}
-        if self.outputs is None:
+        if not self.outputs:
             return values
-        return {name: tensor if name == DOWN else tensor[slice(*self.outputs)] for name, tensor in values.items()}
+        import torch
 
-    def split(self, parts: int) -> "list[Lora]":
-        """One layer per module, for `parts` modules of equal size whose outputs this layer concatenates."""
-        size = self.shapes[UP][0] // parts
-        cut = {name: shape if name == DOWN else (size, *shape[1:]) for name, shape in self.shapes.items()}
-        return [replace(self, shapes=cut, outputs=(n * size, (n + 1) * size)) for n in range(parts)]
+        return {
+            name: tensor if name == DOWN else torch.cat([tensor[slice(*part)] for part in self.outputs])
+            for name, tensor in values.items()
+        }
+
+    def split(self, sizes: Sequence[int]) -> "list[Lora]":
+        """One layer per module, for modules with these numbers of outputs, which this layer concatenates."""
+        layers = []
+        for size, end in zip(sizes, accumulate(sizes), strict=True):
+            cut = {name: shape if name == DOWN else (size, *shape[1:]) for name, shape in self.shapes.items()}
+            layers.append(replace(self, shapes=cut, outputs=((end - size, end),)))
+        return layers
+
+    def swap(self) -> "Lora":
+        """The layer of a module whose outputs have their second half first in the file."""
+        outputs = self.size[0]
+        return replace(self, outputs=((outputs // 2, outputs), (0, outputs // 2)))
 
     @property
     def kind(self) -> Kind:

@@ -342,7 +342,8 @@ def fit_initial(
     model: transformer without an adapter, on any device, quantized or not.
     """
     paths = name_modules(model, [".*"])
-    file = resolve_names(file, paths, "the transformer")
+    sizes = {name: module_size(model.get_submodule(path)) for name, path in paths.items()}
+    file = resolve_names(file, sizes, "the transformer")
     left_out = family.without_gradient(model, task)
     unused = paths.keys() - name_modules(model, [".*"], left_out).keys()
     file = replace(file, layers={name: layer for name, layer in file.layers.items() if name not in unused})
@@ -356,7 +357,7 @@ def fit_initial(
             f"train.adapter.init_from: {file.path} adapts other modules than this run: {'; '.join(differences)}",
             "Remove train.adapter.targets to train the modules of the file, or name an adapter of this model.",
         )
-    check_fits(file, {name: module_size(model.get_submodule(path)) for name, path in paths.items()}, "the transformer")
+    check_fits(file, sizes, "the transformer")
     layers = {path: file.layers[name] for name, path in paths.items() if name in file.layers}
     return file, {path: initial_scale(layer, adapter.rslora) for path, layer in layers.items()}
 
@@ -439,8 +440,9 @@ def match_modules(model: Any, file: AdapterFile) -> tuple[AdapterFile, dict[str,
     """
     parts = {name: model.get_submodule(path) for name, path in name_modules(model, [".*"]).items()}
     linear = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Linear)}
-    file = resolve_names(file, linear, "the transformer")
-    check_fits(file, {name: module_size(part) for name, part in linear.items()}, "the transformer")
+    sizes = {name: module_size(part) for name, part in linear.items()}
+    file = resolve_names(file, sizes, "the transformer")
+    check_fits(file, sizes, "the transformer")
     return file, linear
 
 

@@ -218,19 +218,21 @@ def test_a_loras_kinds_and_a_lokrs_strength_and_size(tmp_path) -> None:
 def test_lycoris_names_are_those_of_the_models_modules(tmp_path) -> None:
     tensors = lokr("lycoris_blocks_0_to_q") | lokr("lycoris_transformer_2_blocks_0_to_q")
     result = read_adapter(write(tmp_path / "a.safetensors", tensors))
-    model = [FIRST, "transformer_2.blocks.0.to_q", "transformer.blocks.1.to_q"]
-    assert result.format == "lycoris" and sorted(resolve_names(result, model, "m").layers) == sorted(model[:2])
+    model = dict.fromkeys([FIRST, "transformer_2.blocks.0.to_q", "transformer.blocks.1.to_q"], (8, 6))
+    names = [*model]
+    assert result.format == "lycoris" and sorted(resolve_names(result, model, "m").layers) == sorted(names[:2])
     with pytest.raises(
         AdapterError, match=r"lycoris_blocks_0_to_q is ambiguous: in m, .* transformer\.blocks\.0\.to_q, tr"
     ):
-        resolve_names(result, [*model, "transformer.blocks_0.to_q"], "m")
+        resolve_names(result, model | {"transformer.blocks_0.to_q": (8, 6)}, "m")
     ambiguous = read_adapter(write(tmp_path / "a.safetensors", tensors | lokr("transformer.blocks.0.to_q")))
     with pytest.raises(
         AdapterError, match=r"transformer\.blocks\.0\.to_q occurs twice, as .* and lycoris_blocks_0_to_q"
     ):
         resolve_names(ambiguous, model, "m")
     with pytest.raises(AdapterError, match="m lacks 2 of the 2 modules"):
-        check_fits(resolve_names(result, model[2:], "m"), {model[2]: (8, 6)}, "m")
+        last = {names[2]: model[names[2]]}
+        check_fits(resolve_names(result, last, "m"), last, "m")
 
 
 def test_training_takes_ranks_and_alphas_of_the_file_that_it_starts_from(tmp_path) -> None:
