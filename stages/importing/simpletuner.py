@@ -57,20 +57,27 @@ def _family_name(entries: Mapping[str, Any]) -> str:
     return name if name.startswith("kandinsky5-") else name.replace("-", "_").replace("kandinsky5_", "kandinsky5-")
 
 
+def _published(draft: Draft) -> str | None:
+    """The flavour of the published checkpoint that the file names, if any."""
+    return to.flavour_of_repo(str(draft.entries.get("pretrained_model_name_or_path", "")))
+
+
 def _family(value: Any, draft: Draft) -> Several:
+    """The family. A family of a newer release is found by its published repository."""
     name, word = _family_name(draft.entries), draft.entries.get("model_flavour")
     if name.startswith("kandinsky5-"):
         return Several({"model.family": name})
-    path = draft.entries.get("pretrained_model_name_or_path")
-    if word is None and path and (published := to.flavour_of_repo(str(path))):
+    if (word is None or name not in FLAVOURS) and (published := _published(draft)):
         return to.select_flavour(published)
     return _flavour(word or next(iter(FLAVOURS[name])), draft)
 
 
-def _flavour(value: Any, draft: Draft) -> Several:
+def _flavour(value: Any, draft: Draft) -> Any:
     name, word = _family_name(draft.entries), to.text(value)
     if name.startswith("kandinsky5-"):
         return Several({"model.flavour": word})
+    if name not in FLAVOURS and _published(draft):
+        return NOTHING
     return to.select_flavour(
         FLAVOURS[name][word], word.rpartition("-")[2] if word.endswith(("-high", "-low")) else None
     )
@@ -105,10 +112,12 @@ def _clipping(value: Any, draft: Draft) -> Any:
 
 
 def _shift(value: Any, draft: Draft) -> Any:
-    """The shift. Sana's sigmas are uniform with the shift of its scheduler; 0 means no shift, or the automatic
-    shift."""
+    """The shift. Sana's sigmas are uniform with the shift of its scheduler, and FLUX.3 Image always has the shift of
+    its pipeline; 0 means no shift, or the automatic shift."""
     if _family_name(draft.entries) == "sana":
         return Several({"train.timesteps.sampling": "uniform", "train.shift": 3.0})
+    if draft.get("model.family") == "flux3":
+        return NOTHING
     if to.number(value):
         return to.number(value)
     auto = not is_off(draft.entries.get("flow_schedule_auto_shift"))

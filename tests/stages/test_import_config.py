@@ -297,6 +297,19 @@ def test_qwen_image_21_of_each_trainer(tmp_path: Path) -> None:
     assert config.model.flavour_spec.name == "qwen-image-2512" and config.model.assistant is None
 
 
+def test_a_model_of_a_newer_release_is_found_by_its_repository(tmp_path: Path) -> None:
+    """FLUX.3 Image, whatever the other trainer's name for it is; SimpleTuner trains it with its pipeline's shift."""
+    repo = "black-forest-labs/flux-3-image-klein-base"
+    config, outcomes = ai_toolkit(tmp_path / "ai-toolkit", model={"name_or_path": repo, "arch": "of-a-newer-release"})
+    assert (config.model.family, config.model.flavour) == ("flux3", "klein-base")
+    assert "model.flavour: klein-base" in outcomes["model.arch"]
+    for number, more in enumerate(({}, {"model_flavour": "of-a-newer-release"})):
+        options = {"model_family": "of-a-newer-release", "pretrained_model_name_or_path": repo, **more}
+        config, outcomes = simpletuner(tmp_path / str(number), **options)
+        assert (config.model.family, config.model.flavour) == ("flux3", "klein-base")
+        assert config.train.shift is None and not any("not carried" in result for result in outcomes.values())
+
+
 def test_regularization_data_are_their_own_target_with_full_rank(tmp_path: Path) -> None:
     options = {"is_regularisation_data": True}
     regularization = simpletuner(tmp_path, options, model_type="full")[0].train.methods.regularization
