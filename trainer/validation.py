@@ -144,7 +144,8 @@ def write_validation_latents(
         config.model.revision,
         config.validation.shift,
         config.model.family_spec.modular,
-        {**config.model.flavour_spec.scheduler, **({SIGMAS: own_sigmas} if own_sigmas else {})},
+        config.model.flavour_spec.scheduler,
+        own_sigmas,
     )
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -227,10 +228,11 @@ def load_scheduler(
     shift: float | None = None,
     modular: ModularPipeline | None = None,
     changes: Mapping[str, Any] | None = None,
+    sigmas: Sequence[float] | None = None,
 ) -> Any:
     """Returns the scheduler of a checkpoint's folder `scheduler`, or of a modular pipeline. shift: replaces the
     checkpoint's shift, also a shift that depends on the number of tokens. changes: other values of the scheduler's
-    config (`Flavour.scheduler`).
+    config (`Flavour.scheduler`). sigmas: the noise levels of a distilled checkpoint, which are added to the config.
 
     Raises ValueError for a class that diffusers lacks, or that has no shift.
     """
@@ -248,13 +250,15 @@ def load_scheduler(
         )
     config = {**config, **(changes or {})}
     scheduler = scheduler_class.from_config(config)
-    if shift is None:
-        return scheduler
-    key = next((key for key in SHIFT_KEYS if key in scheduler.config), None)
-    if key is None:
-        raise ValueError(f"{source}/scheduler is a {name}, which has no shift; remove validation.shift")
-    fixed = {"use_dynamic_shifting": False} if scheduler.config.get("use_dynamic_shifting") else {}
-    return scheduler_class.from_config(config, **{key: shift}, **fixed)
+    if shift is not None:
+        key = next((key for key in SHIFT_KEYS if key in scheduler.config), None)
+        if key is None:
+            raise ValueError(f"{source}/scheduler is a {name}, which has no shift; remove validation.shift")
+        fixed = {"use_dynamic_shifting": False} if scheduler.config.get("use_dynamic_shifting") else {}
+        scheduler = scheduler_class.from_config(config, **{key: shift}, **fixed)
+    if sigmas:
+        scheduler.register_to_config(**{SIGMAS: [*sigmas]})  # from_config would warn that it is not used
+    return scheduler
 
 
 class Denoising:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from schemas.catalog import FAMILIES
 from schemas.config.validation import Validation, validation_samples
 from tests.trainer.runs import moved, train
-from trainer.families.base import SIGMAS, module_of
+from trainer.families.base import module_of
 from trainer.validation import divide_samples, load_scheduler
 
 SANA = FAMILIES["sana"]
@@ -37,7 +37,7 @@ def test_a_distilled_checkpoint_has_its_own_noise_levels(ready, tmp_path) -> Non
             latents[name, count] = load_file(file)["latent"]
     assert torch.equal(latents["plain", 2], latents["own", 2])
     assert (latents["plain", 3] - latents["own", 3]).abs().max() > 1e-3
-    ours, theirs = (load_scheduler(plain.model.source, changes=changes) for changes in ({SIGMAS: sigmas}, {}))
+    ours, theirs = (load_scheduler(plain.model.source, sigmas=values) for values in (sigmas, None))
     mu = calculate_shift(64, *(theirs.config[key] for key in SHIFT_RANGE))
     wanted, _ = retrieve_timesteps(theirs, 3, cpu, sigmas=sigmas, mu=mu)
     family.set_timesteps(ours, 3, 64, cpu)
