@@ -294,9 +294,14 @@ def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
 
 def pin_revision(model: Model, memo: Store) -> Model:
     """The model with the current commits of its repositories, so that processes started later load the same weights."""
-    pinned = model.changed(revision=_pin(Place(model.source, model.revision), memo).revision)
-    for option in PART_OPTIONS:
-        if getattr(model, option) and isinstance(place := model.place(option), Place):
+    pinned, own = model, [option for option in PART_OPTIONS if getattr(model, option)]
+    try:
+        pinned = model.changed(revision=_pin(Place(model.source, model.revision), memo).revision)
+    except weights.HubError:
+        if not own:  # otherwise the stage may not need this repository
+            raise
+    for option in own:
+        if isinstance(place := model.place(option), Place):
             source, commit = _pin(place, memo)
             pinned = pinned.changed(**{option: f"{source}@{commit}" if commit else source})
     part = model.family_spec.components[0]

@@ -81,6 +81,17 @@ def test_a_part_from_a_repository_is_pinned_to_its_commit(tmp_path: Path) -> Non
     assert read_part_config(pinned, "vae") == {"part": "vae"}
 
 
+def test_a_repository_that_a_stage_does_not_need_may_be_unreachable(tmp_path: Path) -> None:
+    memo = Store(str(tmp_path / "root"))
+    model = Model(family="z-image", flavour="z-image", path="someone/missing", vae="someone/vae")
+    pinned = pin_revision(model, memo)
+    assert fingerprint_parts(pinned, ["vae"], memo)["commit"] == COMMIT
+    with pytest.raises(weights.UnknownCommit, match="someone/missing"):
+        fingerprint_parts(pinned, ["text_encoder", "tokenizer"], memo)
+    with pytest.raises(weights.HubError, match="someone/missing"):
+        pin_revision(model.changed(vae=None), memo)
+
+
 def test_a_place_that_does_not_exist_is_named(tmp_path: Path) -> None:
     base = checkpoint(tmp_path / "base")
     for place in (tmp_path / "missing.safetensors", tmp_path / "missing"):
