@@ -100,7 +100,7 @@ def convert_file(file: WeightFile, folder: Path) -> None:
     names = model_names(header, file.class_name)
     folder.mkdir()
     size = format_bytes(path.stat().st_size)
-    with activity(f"converting {shown_path(path)} to a {file.class_name} in diffusers' layout, {size}"):
+    with activity(f"converting {shown_path(path)} to {file.class_name} in diffusers' layout, {size}"):
         model = _make_empty(file)
         tensors = _read_tensors(header, names, folder)
         tensors = _name_as_model(file, header, tensors, model)
