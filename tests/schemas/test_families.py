@@ -13,6 +13,7 @@ PACKAGES = ("schemas", "cache", "stages", "trainer")
 ROWS = ("schemas/catalog.py", "schemas/families/")
 ROWS += ("stages/rehearsing/",)  # shapes of tiny checkpoints
 ROWS += ("stages/importing/",)  # names in other trainers, and their keys that contain such names
+ROWS += ("cache/models/conversion.py",)  # classes of diffusers, and types of models in transformers
 ENCODERS = {"qwen"}
 
 
