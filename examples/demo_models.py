@@ -92,7 +92,7 @@ def read_media(media: Path, recipe: Recipe) -> torch.Tensor:
 def encode(vae: Any, pixels_NCTHW: torch.Tensor) -> torch.Tensor:
     """Encode pixels. Returns the means of the latents."""
     if type(vae).__name__ in CLIP_CLASSES:
-        if vae.config.in_channels == 4:  # pixels with alpha; pictures are opaque
+        if vae.config.get("in_channels", 3) == 4:  # pixels with alpha; pictures are opaque
             pixels_NCTHW = torch.nn.functional.pad(pixels_NCTHW, (0, 0, 0, 0, 0, 0, 0, 1), value=1.0)
         return vae.encode(pixels_NCTHW).latent_dist.mean
     encoded = vae.encode(pixels_NCTHW[:, :, 0])

@@ -221,8 +221,7 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     for run_config in runs:
         train_config, output = run_config.train, tmp_path / "output" / run_config.run_name
         train = YAML(typ="safe", pure=True).load(output / "config.yaml")["train"]
-        expected = train_config.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
-        assert train == expected | {"offload": expected["offload"] | {"streams": False}}
+        assert train == train_config.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
         if train_config.quantized:
             assert f"matrices of the base quantized ({train_config.base_precision})" in messages
         assert (output / "samples" / "contact-sheet.png").exists()
