@@ -531,9 +531,9 @@ class Family:
 
     def published_shape(self, part: str, flavour: Flavour) -> dict[str, Any]:
         """The keys of a component's config that differ from the defaults of its class."""
-        changes = {**self.transformer_config[flavour.task], **flavour.shape} if part in self.components else {}
-        changes |= flavour.encoder_shape if part == "text_encoder" else {}
-        return {**self.shapes[part if part in self.shapes else "transformer"], **changes}
+        if part in self.components:
+            return {**self.shapes["transformer"], **self.transformer_config[flavour.task], **flavour.shape}
+        return {**self.shapes[part], **(flavour.encoder_shape if part == "text_encoder" else {})}
 
     def published_text_width(self, flavour: Flavour) -> int:
         """Channels of a stored text token of the flavour's checkpoint."""

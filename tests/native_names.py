@@ -18,7 +18,8 @@ METADATA = "_quantization_metadata"
 class _Native:
     """paths: (pattern, replacement) from diffusers' names, all applied in order. joined: (original name, names of the
     tensors that it consists of), of the ends of original names. swapped: names of matrices whose halves are exchanged.
-    flat: names of tensors without their first axis. convolutions: names of matrices that are 1x1 convolutions. added:
+    flat: names of tensors without their first axis. convolutions: names of matrices that are 1x1 convolutions. frames:
+    whether kernels of convolutions have an axis of time. added:
     tensors that the model of diffusers does not have."""
 
     paths: tuple[tuple[str, str], ...]
@@ -26,6 +27,7 @@ class _Native:
     swapped: tuple[str, ...] = ()
     flat: str = "$^"
     convolutions: str = "$^"
+    frames: bool = False
     added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -213,6 +215,15 @@ _WAN_VAE = _Native(
         (r"\.conv_shortcut\.", ".shortcut."),
     )
 )
+#: Which groups the layers of a block; the autoencoder of Qwen-Image-2.1 has an axis of time, too.
+_WAN_22_PATHS = (
+    (r"^decoder\.up_blocks\.(\d)\.resnets\.", r"decoder.upsamples.\1.upsamples."),
+    (r"^decoder\.up_blocks\.(\d)\.upsampler\.", r"decoder.upsamples.\1.upsamples.3."),
+    (r"^encoder\.down_blocks\.(\d)\.resnets\.", r"encoder.downsamples.\1.downsamples."),
+    (r"^encoder\.down_blocks\.(\d)\.downsampler\.", r"encoder.downsamples.\1.downsamples.2."),
+)
+_WAN_22_VAE = _Native((*_WAN_22_PATHS, *_WAN_VAE.paths))
+_QWEN_IMAGE_21_VAE = _Native((*_WAN_22_PATHS, *_WAN_VAE.paths), frames=True)
 _DC_AE = _Native(
     (
         (r"^(en|de)coder\.conv_in\.", r"\1coder.project_in.conv."),
@@ -246,14 +257,16 @@ NATIVE = {
     "AutoencoderKL": _LDM,
     "AutoencoderKLFlux2": _FLUX2_VAE,
     "AutoencoderKLWan": _WAN_VAE,
+    "AutoencoderKLWan of 2.2": _WAN_22_VAE,
+    "AutoencoderKLQwenImage21": _QWEN_IMAGE_21_VAE,
     "AutoencoderKLQwenImage": _WAN_VAE,
     "AutoencoderDC": _DC_AE,
 }
 
 
-def to_native(class_name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def to_native(model: Any, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """The weights of a model of diffusers as the original release, or ComfyUI, has them."""
-    native = NATIVE[class_name]
+    native = NATIVE[type(model).__name__ + (" of 2.2" if model.config.get("z_dim") == 48 else "")]
     renamed: Tensors = {}
     for name, tensor in tensors.items():
         for path in native.paths:
@@ -271,6 +284,8 @@ def to_native(class_name: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
             renamed[name] = tensor.flatten()
         elif re.search(native.convolutions, name):
             renamed[name] = tensor.reshape(*tensor.shape, *[1] * (4 - tensor.ndim))
+        elif native.frames and tensor.ndim == 4 and "to_qkv" not in name and "gamma" not in name:
+            renamed[name] = tensor[:, :, None]
     return {**renamed, **{name: torch.zeros(shape) for name, shape in native.added.items()}}
 
 

@@ -37,20 +37,25 @@ _600M = {
     "cross_attention_dim": 1152,
 }  # fmt: skip
 
+_512 = {**_600M, "sample_size": 16}
+_QK_NORM = {"qk_norm": "rms_norm_across_heads"}  # of 1.5
+#: The config of 2K, the only one with embeddings of positions.
+_2K = {"sample_size": 64, "interpolation_scale": 1.0}
+
 _FLAVOURS = (
     Flavour("sana-1.6b-1024px", "terminusresearch/sana-1.6b-1024px", "t2i", 3.0),
-    Flavour("sana1.5-1.6b-1024px", "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", "t2i", 3.0),
+    Flavour("sana1.5-1.6b-1024px", "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", "t2i", 3.0, shape=_QK_NORM),
     Flavour(
         "sana1.5-4.8b-1024px",
         "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
         "t2i",
         3.0,
-        shape={"num_layers": 60},
+        shape={"num_layers": 60, **_QK_NORM},
     ),
     Flavour("sana-1600m-1024px-bf16", "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "t2i", 3.0),
-    Flavour("sana-1600m-2kpx-bf16", "Efficient-Large-Model/Sana_1600M_2Kpx_BF16_diffusers", "t2i", 3.0),
+    Flavour("sana-1600m-2kpx-bf16", "Efficient-Large-Model/Sana_1600M_2Kpx_BF16_diffusers", "t2i", 3.0, shape=_2K),
     Flavour("sana-600m-1024px", "Efficient-Large-Model/Sana_600M_1024px_diffusers", "t2i", 4.0, shape=_600M),
-    Flavour("sana-600m-512px", "Efficient-Large-Model/Sana_600M_512px_diffusers", "t2i", 4.0, shape=_600M),
+    Flavour("sana-600m-512px", "Efficient-Large-Model/Sana_600M_512px_diffusers", "t2i", 4.0, shape=_512),
 )
 
 FAMILIES = {

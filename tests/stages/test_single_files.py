@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import diffusers
 import pyarrow as pa
 import pytest
+from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 
 from cache.models.weights import WeightsError
@@ -41,7 +43,10 @@ def write_files(checkpoint: Path, folder: Path) -> dict[str, Path]:
     for part, file in files.items():
         (stored,) = (checkpoint / part).glob("*.safetensors")
         tensors, config = load_file(stored), json.loads((checkpoint / part / "config.json").read_text())
-        native = to_native(config["_class_name"], tensors) if part != "text_encoder" else tensors
+        native = tensors
+        if part != "text_encoder":
+            with init_empty_weights():
+                native = to_native(getattr(diffusers, config["_class_name"]).from_config(config), tensors)
         prefix = "model.diffusion_model." if part == "transformer" else ""
         save_file({f"{prefix}{name}": tensor.contiguous() for name, tensor in native.items()}, file)
     return files
