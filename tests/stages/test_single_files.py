@@ -9,6 +9,7 @@ from pathlib import Path
 import diffusers
 import pyarrow as pa
 import pytest
+import torch
 from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 
@@ -17,6 +18,7 @@ from schemas.catalog import FAMILIES
 from stages import bucket, discover, encode_latents, encode_text, index
 from tests.native_names import to_native
 from tests.project import Project
+from trainer import export_adapter
 from trainer.__main__ import run as train
 
 PARTS = ("transformer", "text_encoder", "vae")
@@ -87,6 +89,15 @@ def test_single_files_give_the_shards_and_losses_of_their_folder(
         assert home.run(train).exit_code == 0
     assert read_tensors(folder) == read_tensors(files) != []
     assert len(read_losses(folder)) == 2 and read_losses(folder) == read_losses(files)
+
+    merged = [home.folder / "merged" for home in (folder, files)]
+    for home, to in zip((folder, files), merged, strict=True):
+        assert home.run(export_adapter.run, merge=True, whole=True, to=to).exit_code == 0
+    components = [{path.parent.name for path in to.glob("*/*")} for to in merged]
+    assert components[0] == components[1] == {*PARTS, "tokenizer", "scheduler"}
+    for part in PARTS:
+        weights = [load_file(next((to / part).glob("*.safetensors"))) for to in merged]
+        assert weights[1] and all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
     # Other names of the same weights: the same caches, and the same base for the run.
     for part in PARTS:
