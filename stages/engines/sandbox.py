@@ -48,11 +48,12 @@ R = TypeVar("R")
 
 MAX_ITEMS_PER_TASK = 16
 TARGET_TASK_S = 0.05  # duration of a task, from which its number of items is computed
-PRELOADED_MODULES = [  # imported once instead of in each process: readers, the programs' modules, and pandas, which
-    # Arrow imports with its first array
-    *("stages.media.image", "stages.media.video", "stages.discovery.item_reader", "stages.encoding.member_reader"),
-    *("stages.discovery.sources.folder", "stages.discovery.media_table", "stages.encoding.stage"),
-    *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "pandas"),
+PRELOADED_MODULES = [  # imported once instead of in each process: this module, readers, the programs' modules, the
+    # formats that Pillow tries first, and pandas, which Arrow imports with its first array
+    *(__name__, "stages.media.image", "stages.media.video", "stages.discovery.item_reader"),
+    *("stages.encoding.member_reader", "stages.discovery.sources.folder", "stages.discovery.media_table"),
+    *("stages.encoding.stage", "PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin"),
+    *("PIL.PngImagePlugin", "PIL.PpmImagePlugin", "pandas"),
 ]
 #: Libraries of data sources and of Ray's workers. A library is preloaded only if the program itself has imported it,
 #: because its import may take a second or two.
