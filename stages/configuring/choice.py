@@ -5,6 +5,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -168,20 +169,27 @@ def describe_recipes() -> list[RecipeCard]:
 
 def list_tasks(recipe: str) -> list[str]:
     """The tasks for which a recipe is made."""
-    (dataset,) = parse_yaml((FOLDER / f"{recipe}.yaml").read_text()).value["datasets"]
+    (dataset,) = _read_file(recipe)["datasets"]
     kind = "motion" if dataset.get("dataset_type") == "video" else "still"
     kind = "editing" if "conditioning_data" in dataset else kind
     return [task for task in TASKS if LISTS[task] == kind]
 
 
+@cache
+def _read_file(recipe: str) -> dict[str, Any]:
+    return parse_yaml((FOLDER / f"{recipe}.yaml").read_text()).value
+
+
+@cache
 def read_recipe(name: str) -> Settings:
-    """The settings of a recipe that differ from the defaults, without settings of its example media."""
+    """The settings of a recipe that differ from the defaults, without settings of its example media. They are read once
+    and not changed."""
 
     def is_example(path: KeyPath) -> bool:
         in_dataset = path[:2] == DATASET and path[2] in ("id", "instance_data_dir", "conditioning_data")
         return in_dataset or len(path) == 1 or path == ("train", "run") or path[:2] == ("validation", "prompts")
 
-    settings = dict(_leaves(parse_yaml((FOLDER / f"{name}.yaml").read_text()).value, ()))
+    settings = dict(_leaves(_read_file(name), ()))
     return {path: value for path, value in settings.items() if not is_example(path) and is_written(path, value)}
 
 
@@ -201,10 +209,10 @@ def is_written(path: KeyPath, value: Any) -> bool:
 
 def default_at(path: KeyPath) -> Any:
     """The default of an option below model, text, latents, train, validation or a dataset."""
-    sections = {"text": Text(), "latents": Latents(), "train": Train(), "validation": Validation()}
+    sections = {"text": Text, "latents": Latents, "train": Train, "validation": Validation}
     first, *keys = path[2:] if path[0] == "datasets" else path[1:]
     if (section := sections.get(str(path[0]))) is not None:
-        value = getattr(section, str(first))
+        value = getattr(section(), str(first))
     else:
         value = (Model if path[0] == "model" else Dataset).model_fields[str(first)].default
     for key in keys:
