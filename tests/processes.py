@@ -1,8 +1,9 @@
 """Children of a test's process."""
 
+import fcntl
 import gc
 import importlib
-import multiprocessing.forkserver
+import multiprocessing
 import os
 import runpy
 import signal
@@ -11,10 +12,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests.fork_server import ForkServer
 
 PATIENCE_S = 240.0
 _PORTS = count()
+spawnv_passfds = util.spawnv_passfds
 
 
 def free_port() -> str:
@@ -39,9 +42,22 @@ def free_port() -> str:
 
 
 def forget_forkserver() -> None:
-    """The next reader starts another server: with the environment as it is then, or as a child of a forked process. The
-    one before ends with the process that started it."""
-    importlib.reload(multiprocessing.forkserver)
+    """In a fork, first: its readers start another server, as its child."""
+    util.spawnv_passfds = spawnv_passfds
+    importlib.reload(forkserver)
+
+
+@contextmanager
+def other_forkserver() -> Iterator[None]:
+    """Readers start another server, with the environment as it is then. Later the one before is used again."""
+    before = vars(forkserver).copy()
+    importlib.reload(forkserver)
+    util.spawnv_passfds = ReaderServer.start if sys.platform == "linux" else spawnv_passfds
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawnv_passfds
+        vars(forkserver).update(before)
 
 
 @contextmanager
@@ -191,6 +207,7 @@ class Program:
         self.prepare()
         ForkedProgram.server = ForkServer()
         subprocess.Popen = ForkedProgram  # type: ignore[misc]
+        util.spawnv_passfds = ReaderServer.start
         words = self.words
         while words[0] != "-m" and not words[0].endswith(".py"):
             del words[0]  # an option of python
@@ -224,3 +241,35 @@ class ForkedProgram(subprocess.Popen):
         self.pid = self.server.fork(program, ends)
         self._child_created = True
         self._close_pipe_fds(*pipes)
+
+
+@dataclass
+class ReaderServer:
+    """The server of multiprocessing that starts readers, as a fork of a process that has imported what they need, which
+    takes a new one a second. It has the numbers of the files in `code`."""
+
+    code: str
+    files: Sequence[int]
+    folder: str
+    environment: dict[str, str]
+
+    @classmethod
+    def start(cls, executable: str, words: list[str], files: Sequence[int]) -> int:
+        """In place of multiprocessing.util.spawnv_passfds."""
+        if "multiprocessing.forkserver" not in words[-1]:
+            return spawnv_passfds(executable, words, files)
+        return ForkedProgram.server.fork(cls(words[-1], files, os.getcwd(), dict(os.environ)), files)
+
+    def __call__(self, ends: list[int]) -> None:
+        most = max(*self.files, *ends) + 1
+        for number, end in zip(self.files, [fcntl.fcntl(end, fcntl.F_DUPFD, most) for end in ends], strict=True):
+            os.dup2(end, number)
+            os.close(end)
+        for end in {*ends} - {*self.files}:
+            os.close(end)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        prepare_fork()
+        util.spawnv_passfds = spawnv_passfds
+        exec(self.code)

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from tests.background import served
-from tests.processes import forget_forkserver
+from tests.processes import other_forkserver
 
 BUCKET = "store"
 _TIMES = "<RequestTime>20150830T123600Z</RequestTime><ServerTime>2015-08-30T14:36:05Z</ServerTime>"
@@ -184,9 +184,9 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    forget_forkserver()
     s3_server.make_bucket(BUCKET)
     s3_server.reset()
-    yield s3_server
+    with other_forkserver():
+        yield s3_server
     s3_server.reset()
     s3_server.clear()

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,12 +89,15 @@ def test_segments_of_cuda_memory_are_expandable_unless_the_user_has_set_the_allo
     assert {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ} == allocator
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_allocator_variables")
-def test_torch_reads_the_allocators_variables_after_its_import() -> None:
-    code = "import torch; from schemas.devices import use_expandable_segments; use_expandable_segments(); "
-    code += "print(torch._C._accelerator_getAllocatorSettings())"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == EXPANDABLE
+@pytest.mark.usefixtures("no_allocator_variables", "forked_programs")
+def test_torch_reads_the_allocators_variables_after_its_import(tmp_path: Path) -> None:
+    """In a separate process, because torch reads them once. It is a fork of one that has imported torch."""
+    script = tmp_path / "settings.py"
+    script.write_text(
+        "import torch\nfrom schemas.devices import use_expandable_segments\nuse_expandable_segments()\n"
+        "print(torch._C._accelerator_getAllocatorSettings())\n"
+    )
+    assert subprocess.check_output([sys.executable, str(script)], text=True).strip() == EXPANDABLE
 
 
 def test_the_configuration_takes_torchs_names() -> None:

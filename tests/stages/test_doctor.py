@@ -64,6 +64,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_without_a_configuration_it_names_what_is_here(tmp_path: Path, monkeypatch) -> None:
+    """With real probes, which also find the user's setting of the allocator."""
+    findings: dict[str, dict[str, Any]] = {}
+
+    def find(probe: str, *arguments: str, time_limit: float) -> dict[str, Any]:
+        findings[probe] = probes.run_probe(probe, *arguments, time_limit=time_limit)
+        return findings[probe]
+
+    monkeypatch.setattr(doctor, "run_probe", find)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(libraries, "LIBRARIES", libraries.LIBRARIES[:1])
     monkeypatch.setattr(doctor, "LIBRARIES", libraries.LIBRARIES[:1])
@@ -76,6 +85,7 @@ def test_without_a_configuration_it_names_what_is_here(tmp_path: Path, monkeypat
     assert "sdpa" in devices["cpu: attention"]["found"]
     assert rows(report, "decoders")["H.264"]["found"] == "decoded"
     assert str(tmp_path) in rows(report, "disks")["this folder"]["found"]
+    assert findings["devices"]["allocator"] == ["PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -111,12 +121,6 @@ def test_it_says_whether_segments_of_memory_are_expandable(quick, tmp_path, monk
     allocators = [row for row in rows(program()[1], "devices").values() if row["what"].endswith(": allocator")]
     assert [row["what"] for row in allocators] == ["cuda:0: allocator"]
     assert allocators[0]["found"].startswith(found) and ("fragment" in allocators[0]["what_follows"]) is follows
-
-
-@pytest.mark.slow
-def test_the_probe_finds_the_users_setting_of_the_allocator(monkeypatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert probes.run_probe("devices")["allocator"] == ["PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"]
 
 
 @pytest.mark.parametrize(

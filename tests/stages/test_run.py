@@ -196,6 +196,8 @@ def losses(path: Path) -> list[float]:
 def test_a_failing_stage_stops_the_run_with_its_message(home: Project) -> None:
     for path in home.media.iterdir():
         path.unlink()
+    home.settings["stages"]["order"] = ["discover", "bucket"]  # whose processes are new ones, and load no torch
+    home.config()
     code, _, document, log = latentpress(home, "run")
     assert code == 3
     assert document["error"]["message"].startswith("discover: datasets.photos.instance_data_dir: ")

@@ -366,7 +366,8 @@ def test_a_full_scratch_folder_is_named(store: Store, s3: S3Server) -> None:
             except StoreError as error:
                 print(error.message, error.next_step)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    command, environment = [sys.executable, "-c", textwrap.dedent(code)], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stderr
     for line in lines:

@@ -86,10 +86,7 @@ def test_weights_and_biases_have_clips_and_scores_in_runs_of_their_own(tmp_path,
     assert len([*tmp_path.glob(f"wandb/offline-run-*/run-{key}-scores.wandb")]) == 1
 
 
-@pytest.mark.slow
-def test_the_environment_of_a_launcher_of_several_processes_is_not_waited_for(tmp_path) -> None:
-    """In a separate process, because accelerate reads the environment only once."""
-    code = """
+SCORES = """
 import sys
 from pathlib import Path
 from schemas.cli.console import Console
@@ -98,8 +95,14 @@ from stages.follow.trackers import open_trackers
 with open_trackers(Path(sys.argv[1]), ["tensorboard"], Console(), "scores") as trackers:
     trackers.add_scores(30, {"clip_score": 0.25})
 """
+
+
+@pytest.mark.slow
+def test_the_environment_of_a_launcher_of_several_processes_is_not_waited_for(tmp_path, forked_programs) -> None:
+    """In a separate process, because accelerate reads the environment only once."""
+    script = tmp_path / "scores.py"
+    script.write_text(SCORES)
     launcher_variables = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], env=os.environ | launcher_variables, check=True, timeout=120
-    )
+    command = [sys.executable, str(script), str(tmp_path)]
+    subprocess.run(command, env=os.environ | launcher_variables, check=True, timeout=120)
     assert [*(tmp_path / "tensorboard/scores").glob("events.*")]

@@ -4,7 +4,7 @@ cost of a change."""
 import csv
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from stages.discovery.sources import huggingface
 from stages.discovery.sources.base import open_source
 from stages.engines import sandbox
 from tests.forms import long
-from tests.processes import forget_forkserver
+from tests.processes import other_forkserver
 from tests.stages.discovery.missing_files import unloaded
 from tests.stages.discovery.sources.conftest import PASSWORD
 
@@ -197,12 +197,12 @@ SHORT = [*OFFERS][:3]
 
 
 @pytest.fixture
-def place(media, serve, tmp_path: Path, tmp_path_factory, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(media, serve, tmp_path: Path, tmp_path_factory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(hf.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf") / "datasets")
     monkeypatch.setattr(sandbox, "SOURCE_LIBRARIES", ["datasets", "obstore", "aiohttp"])
-    forget_forkserver()
     (tmp_path / "place").mkdir()
-    return Place(tmp_path / "place", serve(tmp_path / "place"))
+    with other_forkserver():
+        yield Place(tmp_path / "place", serve(tmp_path / "place"))
 
 
 def run(home: Any, program: Any, *overrides: str) -> Any:
