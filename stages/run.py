@@ -223,7 +223,7 @@ def _find_report(
     stop_handler: StopHandler,
 ) -> str:
     """Update the run's page if its results have changed. Returns its path, or "" if it does not exist. If `run` was
-    stopped, the update is cancelled after STOPPED_S."""
+    stopped, the update is canceled after STOPPED_S."""
     page = folder / "report.html"
     if report.done or report.remaining or read_mark(page).source != hash_results([folder]):
         if not stop_handler.reason:

@@ -379,16 +379,10 @@ TEXT_NAMES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
     "qwen3": _LANGUAGE,
     "gemma2": _LANGUAGE,
     "umt5": {"transformers": (), "Wan": _WAN_UMT5},
-    "clip_text_model": {"transformers": (), "former transformers, and ComfyUI": ((r"^", "text_model."),)},
 }
 WITH_HEAD = ("with a head", "transformers", "former transformers, and ComfyUI")  # releases
 #: Tensors of files of text encoders that no encoder reads.
 _UNREAD: dict[str, Tensors] = {
-    "clip_text_model": {
-        "text_projection.weight": torch.ones(32, 32),
-        "logit_scale": torch.ones(()),
-        "text_model.embeddings.position_ids": torch.arange(77)[None],
-    },
     "umt5": {"spiece_model": torch.zeros(16, dtype=torch.uint8)},
     "gemma2": {"spiece_model": torch.zeros(16, dtype=torch.uint8)},
 }

@@ -305,7 +305,8 @@ def pin_revision(model: Model, memo: Store) -> Model:
             source, commit = _pin(place, memo)
             pinned = pinned.changed(**{option: f"{source}@{commit}" if commit else source})
     part = model.family_spec.components[0]
-    if model.family_spec.sparse is not None and not is_local(model, part):
+    place = model.place(part)
+    if model.family_spec.sparse is not None and isinstance(place, Place) and find_published(place.source):
         try:
             config = read_part_config(pinned, part)
         except weights.WeightsError:  # offline, and the transformer is not in the local cache: the trainer checks

@@ -15,15 +15,13 @@ from cache.models.single_file import (
     FLOAT8,
     SIDE_TENSORS,
     UNUSED,
-    WHOLE_COPY,
     Header,
     check_file,
     find_part,
     find_scales,
     model_names,
-    name_some,
 )
-from cache.models.weights import WeightsError
+from cache.models.weights import WHOLE_COPY, WeightsError, name_some
 from cache.store.json_checks import printable
 from schemas.activities import activity
 from schemas.checkpoint import WeightFile
@@ -84,10 +82,6 @@ _TEXT_NAMES: dict[str, Names] = {
     "qwen3_vl": _VISION_LANGUAGE,
     "qwen3": _LANGUAGE,
     "gemma2": _LANGUAGE,
-    "clip_text_model": (
-        (r"^(?:text_projection|vision_model|visual_projection|logit_scale)(?:\..*)?$", ""),
-        (r"^text_model\.", ""),
-    ),
     "umt5": (  # of transformers, and of the original release of Wan
         (r"^encoder\.embed_tokens\.", "shared."),
         (r"^token_embedding\.", "shared."),

@@ -4,8 +4,8 @@ A file is converted once to a folder in diffusers' layout, in the folder `latent
 (HF_HOME), and again if the file changes. Parts of several places are linked into one folder there.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,17 @@ def locate(model: Model, parts: Sequence[str]) -> Place:
     first; if the parts have several places, all of them are fetched. Raises WeightsError."""
     groups = _group(model, parts)
     if len(groups) == 1:
-        return groups[0][0]
-    folders = {part: weights.fetch_components(*place, own_parts) for place, own_parts in groups for part in own_parts}
-    joined = _cache_folder() / f"joined-{hash_json(sorted((part, str(path)) for part, path in folders.items()))[:16]}"
-    if not joined.is_dir():
-        with replacing(joined) as folder:
-            folder.mkdir()
-            for part, source in folders.items():
-                (folder / part).symlink_to((source / part).absolute(), target_is_directory=True)
-    return Place(str(joined))
+        return next(iter(groups))
+    folders = {}
+    for place, own_parts in groups.items():
+        folder = weights.fetch_components(*place, own_parts).absolute()
+        folders |= {part: folder / part for part in own_parts}
+
+    def link(joined: Path) -> None:
+        for part, folder in folders.items():
+            (joined / part).symlink_to(folder, target_is_directory=True)
+
+    return _make_once(f"joined-{hash_json(sorted((part, str(path)) for part, path in folders.items()))[:16]}", link)
 
 
 def read_part_config(model: Model, part: str) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def fingerprint_parts(model: Model, parts: Sequence[str], memo: Store | None = N
     """`weights.fingerprint_weights` of parts of a checkpoint. For parts of several places: {"places"}, the list of
     their fingerprints. A file has the fingerprint of its converted folder, so two files with the same weights are the
     same checkpoint."""
-    groups = sorted((own_parts, place) for place, own_parts in _group(model, parts))
+    groups = sorted((own_parts, place) for place, own_parts in _group(model, parts).items())
     found = [weights.fingerprint_weights(place.source, own, place.revision, memo) for own, place in groups]
     return found[0] if len(found) == 1 else {"places": found}
 
@@ -61,8 +63,8 @@ def is_local(model: Model, part: str) -> bool:
     return isinstance(place, WeightFile) or weights.local_folder(place.source) is not None
 
 
-def _group(model: Model, parts: Sequence[str]) -> list[tuple[Place, list[str]]]:
-    """Each place in diffusers' layout, and those of the parts that it has."""
+def _group(model: Model, parts: Sequence[str]) -> dict[Place, list[str]]:
+    """Place in diffusers' layout -> the parts that are read from it."""
     groups: dict[Place, list[str]] = {}
     for part in parts:
         place = model.place(part)
@@ -73,7 +75,7 @@ def _group(model: Model, parts: Sequence[str]) -> list[tuple[Place, list[str]]]:
                 place.source, f"set model.{part} to a folder or repository that has {part}, or remove it"
             )
         groups.setdefault(place, []).append(part)
-    return [*groups.items()] or [(Place(model.source, model.revision), [])]
+    return groups
 
 
 def _convert(file: WeightFile, part: str) -> Place:
@@ -81,24 +83,29 @@ def _convert(file: WeightFile, part: str) -> Place:
     path = Path(file.path).expanduser().resolve()
     if not path.is_file():
         raise weights.CheckpointNotFound(f"{file.path} is not a file", f"correct model.path or model.{part}")
-    about = path.stat()
-    made_of = [CONVERSION, part, str(path), about.st_size, about.st_mtime_ns, asdict(file)]
-    folder = _cache_folder() / f"{path.stem}-{hash_json(made_of)[:16]}"
-    if not folder.is_dir():
-        from huggingface_hub.utils import WeakFileLock
+    file, about = replace(file, path=str(path)), path.stat()
 
+    def write(folder: Path) -> None:
         from cache.models.conversion import convert_file
 
+        convert_file(file, folder / part)
+
+    made_of = [CONVERSION, part, about.st_size, about.st_mtime_ns, asdict(file)]
+    return _make_once(f"{path.stem}-{hash_json(made_of)[:16]}", write)
+
+
+def _make_once(name: str, write: Callable[[Path], None]) -> Place:
+    """A folder in `latentpress` of the Hugging Face cache, which `write` fills the first time. The processes of a
+    machine, such as ranks, wait for the one that writes."""
+    from huggingface_hub.constants import HF_HOME
+    from huggingface_hub.utils import WeakFileLock
+
+    folder = Path(HF_HOME) / "latentpress" / name
+    if not folder.is_dir():
         make_folders(folder.parent)
-        with WeakFileLock(folder.with_name(f"{folder.name}.lock")):  # the ranks of a machine convert a file once
+        with WeakFileLock(folder.with_name(f"{name}.lock")):
             if not folder.is_dir():
                 with replacing(folder) as made:
                     made.mkdir()
-                    convert_file(file, made / part)
+                    write(made)
     return Place(str(folder))
-
-
-def _cache_folder() -> Path:
-    from huggingface_hub.constants import HF_HOME
-
-    return Path(HF_HOME) / "latentpress"

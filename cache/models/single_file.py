@@ -6,18 +6,17 @@ A file may be of any release: the original one, ComfyUI's or diffusers'. `cache.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from cache.models.weights import CheckpointNotFound, UnsafeWeights, WeightsError
+from cache.models.weights import WHOLE_COPY, CheckpointNotFound, UnsafeWeights, WeightsError, name_some
 from cache.store.json_checks import check_object, printable
 from schemas.regular_files import open_regular
 
-WHOLE_COPY = "replace it with a whole copy"
 OTHER_PRECISION = (
     "use a file of the same model in bf16, fp16, fp32, fp8 or plain int8, or the model's folder in diffusers' layout"
 )
@@ -244,8 +243,3 @@ def model_names(header: Header, class_name: str) -> dict[str, str]:
         if not is_other and not UNUSED.search(name):
             names[name.removeprefix(prefix)] = name
     return names
-
-
-def name_some(names: Iterable[str]) -> str:
-    first = sorted(names)
-    return printable(", ".join(first[:3])) + (f" and {len(first) - 3} more" if len(first) > 3 else "")

@@ -75,6 +75,7 @@ HASH_BUFFER_BYTES = 1 << 20
 MEMO_MIN_BYTES = 1 << 28  # hashes of smaller files are not remembered
 PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
 MAX_LISTED_FILES = 8  # entries of a folder in an error message
+WHOLE_COPY = "replace it with a whole copy"
 REPLACE_CONFIG = "replace it with the config.json of the published checkpoint"
 _COUNT_KEYS, MAX_COUNT = re.compile("layers|depth|blocks|stages|labels"), 10_000  # keys of a config.json
 ONE_CHECKPOINT = "take its config.json and its weights from one checkpoint, or replace it with a whole copy"
@@ -200,11 +201,11 @@ def _refuse_weights(
     for name, file_shape, model_shape in sorted(misshapen):
         shapes = f"has shape {[*file_shape]}, but its config.json requires {[*model_shape]}"
         raise WeightsError(f"{folder}: {name} {shapes}", ONE_CHECKPOINT)
-    if names := sorted(missing_names):
-        raise WeightsError(f"{folder} lacks {_name_some(names)}", "replace it with a whole copy")
-    if names := sorted(surplus_names):
+    if names := [*missing_names]:
+        raise WeightsError(f"{folder} lacks {name_some(names)}", WHOLE_COPY)
+    if names := [*surplus_names]:
         problem = "has weights that the model in its config.json does not have"
-        raise WeightsError(f"{folder} {problem}: {_name_some(names)}", ONE_CHECKPOINT)
+        raise WeightsError(f"{folder} {problem}: {name_some(names)}", ONE_CHECKPOINT)
 
 
 def check_config(file: Path) -> None:
@@ -217,7 +218,7 @@ def check_config(file: Path) -> None:
         with open_regular(file) as opened:
             json.loads(opened.read(), object_hook=objects.append)
     except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{file} can't be read: {error}", "replace it with a whole copy") from error
+        raise WeightsError(f"{file} can't be read: {error}", WHOLE_COPY) from error
     for key, value in (setting for values in objects for setting in values.items()):
         counts = value if isinstance(value, list) else [value]
         if _COUNT_KEYS.search(key) and any(isinstance(count, int) and count > MAX_COUNT for count in counts):
@@ -231,8 +232,10 @@ def check_config(file: Path) -> None:
         raise UnsafeWeights(problem, "choose a checkpoint that has its backbone_config instead")
 
 
-def _name_some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def name_some(names: Iterable[str]) -> str:
+    """The first names of a list, for messages."""
+    first = sorted(names)
+    return printable(", ".join(first[:3])) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
 
 
 @contextmanager
@@ -280,7 +283,7 @@ def read_object(path: Path) -> dict[str, Any]:
         with open_regular(path) as file:
             return check_object(json.loads(file.read()), "the JSON")
     except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
+        raise WeightsError(f"{path} can't be read: {error}", WHOLE_COPY) from error
 
 
 def list_parts(index: Mapping[str, Any]) -> list[str]:
@@ -348,7 +351,7 @@ def hash_file(path: Path, memo: Store | None, advance: Callable[[int], object] =
     large files. advance: function that is called with the number of bytes read."""
     about, name = path.stat(), os.fspath(path.resolve())
     if not stat.S_ISREG(about.st_mode):
-        raise WeightsError(f"{path} {NOT_REGULAR}", "replace it with a whole copy")
+        raise WeightsError(f"{path} {NOT_REGULAR}", WHOLE_COPY)
     key = [name, about.st_size, about.st_mtime_ns]
     if memo is None or about.st_size < MEMO_MIN_BYTES:
         return _hash_content((name, about.st_size, about.st_mtime_ns), advance)

@@ -72,9 +72,8 @@ def check_model(config: Config, warn: Callable[[str], object], is_run: bool = Tr
         compatibility.check_distilled(model, warn, is_guided=guidance is not None and guidance.scale > 1)
         if not (is_run or is_local(model, part)):
             return None
-        compatibility.check_transformer(
-            model
-        )  # a single file: if the hub can't be reached, no further files are requested
+        # One small file: if the hub can't be reached, no further files are requested.
+        compatibility.check_transformer(model)
         shape = read_part_config(model, part)
         count = model.family_spec.count_layers(shape)
         for name, method in config.train.used_methods.items():

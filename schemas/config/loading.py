@@ -1,8 +1,8 @@
 """Read pipeline.yaml: overrides applied, relative paths resolved, every error with its file, line and key.
 
 Relative paths in the configuration (and in --set) are relative to the folder of the configuration file. URLs
-(`s3://...`, `memory://...`) are unchanged; `file://` is a path. `model.path` and the
-places of a model's parts may name a repo: they are unchanged unless such a path exists or they begin with "." or "~".
+(`s3://...`, `memory://...`) are unchanged; `file://` is a path. `model.path` and the places of a model's parts may name
+a repo: they are unchanged unless such a path exists or they begin with "." or "~".
 
 `python -m schemas.config.loading` prints the JSON Schema that editors use.
 """

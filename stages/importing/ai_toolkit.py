@@ -36,10 +36,8 @@ FIXED_STEPS = {"one_step": 1, "two_step": 2, "four_step": 4, "eight_step": 8}
 
 def _architecture(value: Any, draft: Draft) -> Several:
     """The family and flavour. An architecture of a newer release is found by its published repository."""
-    name, exact = (
-        to.text(value).partition(":")[0].lower(),
-        to.flavour_of_repo(str(draft.entries.get("name_or_path", ""))),
-    )
+    name = to.text(value).partition(":")[0].lower()
+    exact = to.flavour_of_repo(str(draft.entries.get("name_or_path", "")))
     if name not in ARCHITECTURES and exact:
         return to.select_flavour(exact)
     family, flavour = ARCHITECTURES[name]

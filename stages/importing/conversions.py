@@ -278,11 +278,8 @@ def checkpoint(value: Any, draft: Draft) -> Several:
     path = text(value)
     if path.endswith((*UNREADABLE, ".sft")):
         raise ValueError("a checkpoint must be a folder or repository in diffusers' layout, or a .safetensors file")
-    if (
-        is_weight_file(path)
-        and not draft.get("model.flavour")
-        and len(FAMILIES[draft.get("model.family")].flavours) > 1
-    ):
+    family = FAMILIES.get(draft.get("model.family", ""))
+    if is_weight_file(path) and not draft.get("model.flavour") and (family is None or len(family.flavours) > 1):
         raise ValueError("a file does not state its flavour; set model.flavour and model.path")
     is_local = path.startswith((".", "/", "~")) or draft.files.find(path)
     return Several({"model.path": draft.files.convert_path(path) if is_local else path})

@@ -26,7 +26,7 @@ PARTS = ("transformer", "text_encoder", "vae")
 
 @pytest.fixture
 def checkpoint(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny checkpoint of Z-Image whose shapes are those of the catalog, and the Hugging Face cache of this test."""
+    """A tiny checkpoint of Z-Image with the shapes of the catalog, and the Hugging Face cache of this test."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     folder, family = tiny("z-image"), FAMILIES["z-image"]
     configs = {part: json.loads((folder / part / "config.json").read_text()) for part in PARTS}

@@ -73,7 +73,7 @@ class Segmenter(ABC):
         return inputs
 
 
-class LabelledSegmenter(Segmenter):
+class LabeledSegmenter(Segmenter):
     """A model with a fixed list of classes, identified by numbers."""
 
     def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
@@ -82,7 +82,7 @@ class LabelledSegmenter(Segmenter):
         self.ids = torch.tensor(self.labels, device=model.device)
 
 
-class SemanticSegmenter(LabelledSegmenter):
+class SemanticSegmenter(LabeledSegmenter):
     """Models that classify each pixel, such as SegFormer. A pixel is masked if its most probable class is one of
     masks.classes or, with masks.threshold, if these classes' probabilities add up to at least the threshold."""
 
@@ -99,7 +99,7 @@ class SemanticSegmenter(LabelledSegmenter):
         return logits_BCHW.softmax(1)[:, self.ids].sum(1) >= self.masks.threshold
 
 
-class UniversalSegmenter(LabelledSegmenter):
+class UniversalSegmenter(LabeledSegmenter):
     """MaskFormer and Mask2Former, which find segments with one class each. Uses the processor's panoptic
     post-processing."""
 
