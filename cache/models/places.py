@@ -4,7 +4,7 @@ A file is converted once to a folder in diffusers' layout, in the folder `latent
 (HF_HOME), and again if the file changes. Parts of several places are linked into one folder there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,11 @@ def locate(model: Model, parts: Sequence[str]) -> Place:
     groups = _group(model, parts)
     if len(groups) == 1:
         return next(iter(groups))
-    folders = {}
+    paths = dict[str, Path]()
     for place, own_parts in groups.items():
-        folder = weights.fetch_components(*place, own_parts).absolute()
-        folders |= {part: folder / part for part in own_parts}
-
-    def link(joined: Path) -> None:
-        for part, folder in folders.items():
-            (joined / part).symlink_to(folder, target_is_directory=True)
-
-    return _make_once(f"joined-{hash_json(sorted((part, str(path)) for part, path in folders.items()))[:16]}", link)
+        folder = weights.fetch_components(*place, own_parts)
+        paths |= {part: folder / part for part in own_parts}
+    return _link(paths)
 
 
 def read_part_config(model: Model, part: str) -> dict[str, Any]:
@@ -70,6 +65,8 @@ def _group(model: Model, parts: Sequence[str]) -> dict[Place, list[str]]:
         place = model.place(part)
         if isinstance(place, WeightFile):
             place = _convert(place, part)
+            if part in model.family_spec.tokenizers:
+                place = _add_tokenizer(model, place, part)
         elif part in PART_OPTIONS and getattr(model, part):
             weights.local_folder(
                 place.source, f"set model.{part} to a folder or repository that has {part}, or remove it"
@@ -92,6 +89,27 @@ def _convert(file: WeightFile, part: str) -> Place:
 
     made_of = [CONVERSION, part, about.st_size, about.st_mtime_ns, asdict(file)]
     return _make_once(f"{path.stem}-{hash_json(made_of)[:16]}", write)
+
+
+def _add_tokenizer(model: Model, converted: Place, part: str) -> Place:
+    """A folder with a converted text encoder and the checkpoint's tokenizer, for families that have both in one
+    sub-folder."""
+    base = weights.fetch_components(model.source, model.revision, [part], weights.TOKENIZER_PATTERNS) / part
+    files = {path.name: path for pattern in weights.TOKENIZER_PATTERNS for path in base.glob(pattern)}
+    files = {name: path for name, path in files.items() if not name.endswith(".index.json")}
+    files |= {path.name: path for path in Path(converted.source, part).iterdir()}
+    return _link({f"{part}/{name}": path for name, path in files.items()})
+
+
+def _link(paths: Mapping[str, Path]) -> Place:
+    """A folder of links. paths: name in the folder -> file or folder."""
+
+    def write(folder: Path) -> None:
+        for name, path in paths.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).symlink_to(path.absolute())
+
+    return _make_once(f"joined-{hash_json(sorted((name, str(path)) for name, path in paths.items()))[:16]}", write)
 
 
 def _make_once(name: str, write: Callable[[Path], None]) -> Place:

@@ -32,7 +32,8 @@ from schemas.text_format import format_bytes, shown_path
 
 WEIGHTS_SUFFIX = ".safetensors"
 #: Files of a component that are downloaded: weights, configurations, a tokenizer's files; never a pickle.
-ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+TOKENIZER_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+ALLOW_PATTERNS = ("*.safetensors", *TOKENIZER_PATTERNS)
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -127,14 +128,16 @@ def fingerprint_weights(
         return {"content": hash_json([[name, hash_file(path, memo, task.advance)] for name, path in files])}
 
 
-def fetch_components(source: str, revision: str | None, parts: Sequence[str]) -> Path:
-    """Return the directory with the components `parts`. From a repository, only these components are fetched. Raises
-    WeightsError."""
+def fetch_components(
+    source: str, revision: str | None, parts: Sequence[str], files: Sequence[str] = ALLOW_PATTERNS
+) -> Path:
+    """Return the directory with the components `parts`. From a repository, only these components are fetched. files:
+    patterns for the names of the files that are fetched. Raises WeightsError."""
     folder = local_folder(source)
     if folder is None:
         from huggingface_hub import snapshot_download
 
-        patterns = [*INDEXES, *(f"{part}/{pattern}" for part in parts for pattern in ALLOW_PATTERNS)]
+        patterns = [*INDEXES, *(f"{part}/{pattern}" for part in parts for pattern in files)]
         with activity(f"fetching {', '.join(parts)} of {source}", unit="bytes") as task:
             bars = bar_class(task)
             folder = Path(call_hub(snapshot_download, source, revision, allow_patterns=patterns, tqdm_class=bars))

@@ -112,8 +112,6 @@ class Model(Section):
                 yield (name,), f"{self.family} has no {name}; remove it. Its models: {', '.join(parts)}"
             elif suffix in UNREADABLE:
                 yield (name,), f"{UNREADABLE[suffix]}; use a {WEIGHT_FILE} file, or a folder in the layout of diffusers"
-            elif is_weight_file(place) and name in self.family_spec.tokenizers:
-                yield (name,), f"a file has no tokenizer, which {self.family} has in {name}; use a folder or repo"
         transformers = self.family_spec.components
         if is_weight_file(self.path) and len(transformers) > 1:
             yield (

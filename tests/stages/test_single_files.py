@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
+from schemas.config.encoding import Model, Text
 from stages import bucket, discover, encode_latents, encode_text, index
+from stages.encoding.text.base import TextRequest, load_text_encoder
 from tests.native_names import to_native
 from tests.project import Project
 from trainer import export_adapter
@@ -25,17 +27,26 @@ PARTS = ("transformer", "text_encoder", "vae")
 
 
 @pytest.fixture
-def checkpoint(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny checkpoint of Z-Image with the shapes of the catalog, and the Hugging Face cache of this test."""
+def catalog(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """catalog(family) -> tiny checkpoint, whose shapes are in the catalog. The Hugging Face cache is the test's."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
-    folder, family = tiny("z-image"), FAMILIES["z-image"]
-    configs = {part: json.loads((folder / part / "config.json").read_text()) for part in PARTS}
-    shapes = {
-        part: {key: value for key, value in config.items() if not key.startswith("_") and key != "model_type"}
-        for part, config in configs.items()
-    }
-    monkeypatch.setitem(FAMILIES, "z-image", replace(family, shapes=shapes))
-    return folder
+
+    def enter(name: str) -> Path:
+        folder = tiny(name)
+        configs = {part: json.loads((folder / part / "config.json").read_text()) for part in PARTS}
+        shapes = {
+            part: {key: value for key, value in config.items() if not key.startswith("_") and key != "model_type"}
+            for part, config in configs.items()
+        }
+        monkeypatch.setitem(FAMILIES, name, replace(FAMILIES[name], shapes=shapes))
+        return folder
+
+    return enter
+
+
+@pytest.fixture
+def checkpoint(catalog: Callable[[str], Path]) -> Path:
+    return catalog("z-image")
 
 
 def write_files(checkpoint: Path, folder: Path) -> dict[str, Path]:
@@ -105,6 +116,28 @@ def test_single_files_give_the_shards_and_losses_of_their_folder(
         shutil.copyfile(stored, places[part])
         assert files.run(encode_text.run).done == files.run(encode_latents.run).done == 0
     assert files.run(train, "train.steps=3").exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_text_encoder_in_a_file_has_the_tokenizer_in_its_folder(
+    catalog: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In a checkpoint of FLUX.3, the tokenizer is in the folder of the text encoder."""
+    folder, file = catalog("flux3"), tmp_path / "encoder.safetensors"
+    (stored,) = (folder / "text_encoder").glob("*.safetensors")
+    shutil.copyfile(stored, file)
+    base = tmp_path / "base"
+    (base / "text_encoder").mkdir(parents=True)
+    for path in (folder / "text_encoder").iterdir():
+        if path != stored:
+            shutil.copyfile(path, base / "text_encoder" / path.name)
+    whole = Model(family="flux3", flavour="klein-base", path=str(folder), precision="float32")
+    embeds = []
+    for model in (whole, whole.changed(path=str(base), text_encoder=str(file))):
+        encoder = load_text_encoder(model, Text(), torch.device("cpu"))
+        (result,) = encoder.encode([encoder.prepare(TextRequest("a cat"))])
+        embeds.append(result.embeds)
+    assert torch.equal(*embeds)
 
 
 @pytest.mark.slow

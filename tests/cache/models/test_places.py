@@ -111,7 +111,6 @@ def test_a_place_that_does_not_exist_is_named(tmp_path: Path) -> None:
         ("{family: z-image, transformer: a.safetensors}", "flavour", "z-image-turbo"),
         ("{family: z-image, path: a.safetensors}", "flavour", "z-image-turbo"),
         ("{family: z-image, transformer_2: a/b}", "transformer_2", "z-image has no transformer_2"),
-        ("{family: flux3, flavour: klein-base, text_encoder: a.safetensors}", "text_encoder", "tokenizer"),
         ("{family: wan2.2-a14b, flavour: t2v-a14b, path: a.safetensors}", "path", "model.transformer_2"),
     ],
 )
