@@ -96,24 +96,25 @@ def prompts(made: Made, encoder: Any) -> Iterator[tuple[TextRequest, tuple]]:
 
 @torch.no_grad()
 def test_texts_are_the_pipelines(made: Made, record_property) -> None:
-    """In a batch, behind a shared prefix if the model has one; alone; and without the shared prefix."""
+    """In a batch, behind a shared prefix if the model has one; every third alone; and without the shared prefix."""
     config, largest = made.home.config(), 0.0
     encoder = load_text_encoder(config.model, config.text, CPU)
     given = (encoder.source, None, encoder.template, encoder.max_length, encoder.dtype, CPU)
     whole, cases = type(encoder)(*given, share_prefix=False), [*prompts(made, encoder)]
     together, apart = (each.encode([each.prepare(request) for request, _ in cases]) for each in (encoder, whole))
-    for (request, asked), result, other in zip(cases, together, apart, strict=True):
-        [alone], (embeds, pooled) = encoder.encode([encoder.prepare(request)]), made.row.text(made.pipe, *asked)
+    for number, ((request, asked), result, other) in enumerate(zip(cases, together, apart, strict=True)):
+        embeds, pooled = made.row.text(made.pipe, *asked)
         assert result.kept == len(embeds) and (result.tokens > result.kept) == (asked[0] == OVERLONG)
         assert (result.pooled is None) == (pooled is None)
-        gaps = [gap(each.embeds, embeds) for each in (result, alone, other)]
-        gaps += [gap(each.pooled, pooled) for each in (result, alone, other) if pooled is not None]
+        ours = [result, other, *(encoder.encode([encoder.prepare(request)]) if number % 3 == 0 else ())]
+        gaps = [gap(each.embeds, embeds) for each in ours]
+        gaps += [gap(each.pooled, pooled) for each in ours if pooled is not None]
         largest = max(largest, *gaps)
     record_property("largest difference", largest)
     assert largest <= CLOSE
 
 
-@some("sana", "qwen-image-edit-plus")
+@some("sana")
 @torch.no_grad()
 def test_texts_in_bfloat16_are_as_near_to_float32_as_the_pipelines(made: Made, record_property) -> None:
     """In roundings to bfloat16 of a number of the states' scale, of which a few layers make a few."""
@@ -208,7 +209,7 @@ def test_predictions_are_the_pipelines(made: Made, record_property) -> None:
     assert max(gaps) <= CLOSE
 
 
-@some("kandinsky5-video-i2v", "sana", "wan2.2-a14b-i2v")
+@some("kandinsky5-video-i2v", "wan2.2-a14b-i2v")
 def test_samples_are_the_pipelines_before_and_after_training(made: Made, record_property) -> None:
     """With the checkpoint's scheduler, guidance and a negative prompt; after training with what it has saved, loaded by
     the pipeline's own loader."""
