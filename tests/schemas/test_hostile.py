@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.config.generated import json_schema
@@ -123,7 +123,6 @@ anything = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(keys_of(Config)), anything, max_size=6), st.data())
 def test_any_value_at_any_key_is_read_or_refused_with_its_place(tmp_path_factory, changes, data) -> None:
     document = {"root": "w", "model": {"family": "sana"}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
@@ -144,7 +143,6 @@ def test_any_value_at_any_key_is_read_or_refused_with_its_place(tmp_path_factory
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
 @given(st.text(alphabet="ab:-[]{},&*!|>?#'\"\\%@` \n\t0x9.e~<=_", max_size=60), st.booleans())
 def test_any_text_is_read_or_refused_with_its_place(tmp_path_factory, text, appended) -> None:
     path = tmp_path_factory.getbasetemp() / "text.yaml"

@@ -9,7 +9,7 @@ from diffusers.pipelines.kandinsky5 import (
     pipeline_kandinsky_i2v,
     pipeline_kandinsky_t2i,
 )
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from schemas.catalog import FAMILIES
@@ -36,16 +36,14 @@ PLAIN = st.text(
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
 @given(st.lists(TEXTS | PLAIN | st.none(), max_size=12))
 def test_a_column_is_cleaned_as_its_texts_are(texts):
-    for family in FAMILIES.values():
-        for template in family.templates.values():
-            cleaned = template.cleaner.column(pa.array(texts, pa.string()))
-            assert cleaned.to_pylist() == [None if text is None else template.cleaner.text(text) for text in texts]
-            rendered = template.render_column(cleaned, negative=True).to_pylist()
-            expected = [None if text is None else template.render(text, negative=True) for text in cleaned.to_pylist()]
-            assert rendered == expected
+    for template in {template for family in FAMILIES.values() for template in family.templates.values()}:
+        cleaned = template.cleaner.column(pa.array(texts, pa.string()))
+        assert cleaned.to_pylist() == [None if text is None else template.cleaner.text(text) for text in texts]
+        rendered = template.render_column(cleaned, negative=True).to_pylist()
+        expected = [None if text is None else template.render(text, negative=True) for text in cleaned.to_pylist()]
+        assert rendered == expected
 
 
 class Tokenizer:

@@ -54,7 +54,7 @@ def kill_program() -> None:
 
 
 VICTIMS = ("one worker", "the program", "all")
-CASES = [(name, victim) for name in ("encode-text of edits", "encode-latents") for victim in VICTIMS]
+CASES = [(name, victim) for name in ("encode-latents", "encode-text of edits") for victim in VICTIMS]
 
 
 @pytest.mark.parametrize(("name", "victim"), [case if case == CASES[0] else long(*case) for case in CASES])

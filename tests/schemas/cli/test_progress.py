@@ -125,7 +125,7 @@ app()
 """
 
 
-@pytest.mark.parametrize("columns", [60, long(80), long(100), 140])
+@pytest.mark.parametrize("columns", [60, long(80), long(100), long(140)])
 def test_a_terminal_of_any_width_has_whole_lines(tmp_path, columns) -> None:
     (tmp_path / "pipeline.yaml").write_text(YAML)
     (tmp_path / "probe.py").write_text(PROBE)

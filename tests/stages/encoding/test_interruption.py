@@ -22,6 +22,7 @@ from stages import bucket, discover, encode_latents
 from stages.encoding import member_reader, worker
 from stages.encoding.vae.worker import LatentsWorker
 from tests.background import LIMIT_S
+from tests.forms import long
 from tests.processes import ForkedProgram
 
 
@@ -42,7 +43,7 @@ def leftovers(root: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, long(signal.SIGINT)])
 def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(home, monkeypatch, number) -> None:
     encoded = []
     encode = LatentsWorker.encode

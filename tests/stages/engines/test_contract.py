@@ -99,7 +99,7 @@ def test_what_workers_announce_is_announced_by_the_program(engine: Engine, job: 
     assert all(line.startswith("worker ") for line in messages)
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_unit_is_done_and_counted(tmp_path: Path, workers: int) -> None:
     """One worker is this process."""
     counts, names = list[int](), [f"u{number}" for number in range(6)]

@@ -9,6 +9,7 @@ import pytest
 from schemas.clips import clip_times, frames_available
 from stages.media import decord_backend, video
 from stages.media.video import probe_video
+from tests.forms import long
 from tests.stages import media_files
 from tests.stages.media_files import number_of, numbered, reason
 
@@ -104,8 +105,8 @@ def wholes(tmp_path_factory):
     [
         (1.09, "mp4", "plain"),
         (0.04, "mov", "b-frames"),
-        (0.81, "mp4", "b-frames"),
-        (0.801, "mov", "plain"),
+        long(0.81, "mp4", "b-frames"),
+        long(0.801, "mov", "plain"),
         (3.95, "mp4", "b-frames"),
     ],
 )
@@ -145,7 +146,7 @@ def test_fragments_and_an_index_in_front(tmp_path, wholes, options):
     require_used(path, shown(path)[0], (video,))
 
 
-@pytest.mark.parametrize("suffix", ["mp4", "mov", "mkv"])
+@pytest.mark.parametrize("suffix", ["mp4", long("mov"), "mkv"])
 def test_pictures_that_begin_after_the_sound(tmp_path, suffix):
     path = coded(tmp_path / f"late.{suffix}", stamps=range(40, 40 + COUNT), base=Fraction(1, RATE), sound=5.0)
     require_used(path, list(range(COUNT)))

@@ -96,14 +96,14 @@ def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -
     assert in_child(lambda: with_torchvision(tmp_path / "torchvision", folder, images, out)) == 0
     with np.load(out) as result:
         theirs, grids = [result[f"arr_{number}"] for number in range(len(images))], result["grids"]
-    ours = QwenImageProcessor.from_pretrained(folder)
+    ours, pillows = QwenImageProcessor.from_pretrained(folder), Qwen2VLImageProcessorPil.from_pretrained(folder)
     levels = []
     for path, expected, grid in zip(images, theirs, grids, strict=True):
         prepared = ours(images=[Image.open(path)], return_tensors="np")
         assert prepared["image_grid_thw"].tolist() == [grid.tolist()]
         assert prepared["pixel_values"].dtype == expected.dtype == np.float32
         assert np.array_equal(prepared["pixel_values"], expected), path.name
-        pillow = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=[Image.open(path)], return_tensors="np")
+        pillow = pillows(images=[Image.open(path)], return_tensors="np")
         levels.append(np.abs(pillow["pixel_values"] - expected) * 0.2689 * 255)  # in 8-bit levels, about
     gap = np.concatenate([each.ravel() for each in levels])
     print(f"Pillow's: {(gap > 0.5).mean():.1%} of the values, at most {gap.max():.2f} levels apart")

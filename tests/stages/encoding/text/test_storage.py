@@ -30,7 +30,7 @@ TEXTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     TEXTS,
     st.sampled_from(sorted(DTYPES)),

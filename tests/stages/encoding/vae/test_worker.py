@@ -1,5 +1,6 @@
 """Rows of encode-latents, compared with diffusers' own autoencoder on the files themselves."""
 
+from functools import cache
 from pathlib import Path
 
 import diffusers
@@ -40,11 +41,16 @@ def pixels(path: Path) -> torch.Tensor:
     return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
 
 
+@cache
+def load_vae(family: str, path: str) -> torch.nn.Module:
+    return VAES[family].from_pretrained(Path(path) / "vae").eval()
+
+
 @torch.no_grad()
 def reference(home, pixels_BCTHW: torch.Tensor, name: str, purpose: str) -> torch.Tensor:
     """latents_BCTHW with the posterior's noise of this sample and purpose."""
     settings = home.settings["model"]
-    vae = VAES[settings["family"]].from_pretrained(Path(settings["path"]) / "vae").eval()
+    vae = load_vae(settings["family"], settings["path"])
     image = settings["family"] == "kandinsky5-image"
     posterior = vae.encode(pixels_BCTHW[:, :, 0] if image else pixels_BCTHW).latent_dist
     latents = posterior.sample(torch.Generator().manual_seed(derive_seed(name, purpose))) * vae.config.scaling_factor
