@@ -32,7 +32,7 @@ from tests.wheels import wheel  # noqa: F401 (fixture)
 # Several test processes share the cores; tiny models are no faster on two threads. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # For the same reason the time that an example takes says nothing.
-settings.register_profile("patient", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", settings.get_profile("patient"), max_examples=500)
 settings.load_profile("patient")
 
