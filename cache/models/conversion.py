@@ -127,15 +127,17 @@ def _make_empty(file: WeightFile) -> Any:
 
     if find_part(file.class_name) != "text_encoder":
         import diffusers
+        from diffusers.models.modeling_utils import no_init_weights
 
-        with init_empty_weights():
+        with no_init_weights(), init_empty_weights():
             return getattr(diffusers, file.class_name).from_config(dict(file.shape))
     from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding
+    from transformers.initialization import no_init_weights
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the activity shows the progress
     model_class = AutoModelForTextEncoding if file.class_name == "umt5" else AutoModel  # T5's encoder alone
-    with init_empty_weights():
+    with no_init_weights(), init_empty_weights():
         return model_class.from_config(AutoConfig.for_model(file.class_name, **file.shape))
 
 
