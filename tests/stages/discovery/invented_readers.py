@@ -20,4 +20,4 @@ class InventedReader:
 
 
 class FailingReader(InventedReader):
-    fails = f"{sorted(range(100, 300), key=no_order)[2 * MAX_QUEUED_PER_PROCESS * MAX_ITEMS_PER_TASK + 50]:04d}.png"
+    fails = f"{sorted(range(30, 170), key=no_order)[2 * MAX_QUEUED_PER_PROCESS * MAX_ITEMS_PER_TASK + 25]:04d}.png"

@@ -62,7 +62,7 @@ def table_bytes(home) -> bytes:
 @pytest.mark.slow
 def test_the_bytes_of_a_table_do_not_depend_on_the_order_of_changes(invented, monkeypatch: pytest.MonkeyPatch) -> None:
     home = invented
-    numbers = range(160)
+    numbers = range(60)
     Invented.captions = {number: f"caption {number}" for number in numbers if number % 3}
     home.run(discover.run)
     Invented.captions |= {number: "late" for number in numbers if not number % 3}
@@ -70,10 +70,10 @@ def test_the_bytes_of_a_table_do_not_depend_on_the_order_of_changes(invented, mo
     Invented.captions.pop(8)
     report = home.run(discover.run).details["datasets"][0]
     assert {name: report[name] for name in ("new", "removed", "captions_changed", "files_read")} == {
-        "new": 54,
+        "new": 20,
         "removed": 1,
         "captions_changed": 1,
-        "files_read": 54,
+        "files_read": 20,
     }
     rows = rows_of(home)
     assert [row["path"] for row in rows] == [f"{number:04d}.png" for number in numbers if number != 8]
@@ -81,7 +81,7 @@ def test_the_bytes_of_a_table_do_not_depend_on_the_order_of_changes(invented, mo
     assert all(int(row["media_id"], 16) == row["size"] == row["extra.score"] for row in rows)
     grown = table_bytes(home)
     (home.root / media_table_path("photos")).unlink()
-    monkeypatch.setattr(Invented, "chunk", 160)
+    monkeypatch.setattr(Invented, "chunk", 60)
     home.run(discover.run)
     assert table_bytes(home) == grown
     assert not [path for path in home.root.rglob("*") if "tmp" in path.name or path.parent.name == "partial"]
@@ -90,30 +90,30 @@ def test_the_bytes_of_a_table_do_not_depend_on_the_order_of_changes(invented, mo
 @pytest.mark.slow
 def test_a_listing_that_says_the_same_leaves_the_table_alone(invented) -> None:
     home = invented
-    Invented.captions = {number: f"caption {number}" for number in range(120)}
+    Invented.captions = {number: f"caption {number}" for number in range(40)}
     home.run(discover.run)
     before = (home.root / media_table_path("photos")).stat()
     report = home.run(discover.run)
-    assert (read(report), report.skipped) == (0, 120)
+    assert (read(report), report.skipped) == (0, 40)
     assert (home.root / media_table_path("photos")).stat() == before
 
 
 @pytest.mark.slow
 def test_what_a_stop_left_is_used_with_the_table_that_was_there(invented, monkeypatch: pytest.MonkeyPatch) -> None:
     home = invented
-    Invented.captions = {number: f"caption {number}" for number in range(100)}
+    Invented.captions = {number: f"caption {number}" for number in range(30)}
     home.run(discover.run)
-    Invented.captions |= {number: f"caption {number}" for number in range(100, 300)} | {5: "corrected"}
+    Invented.captions |= {number: f"caption {number}" for number in range(30, 170)} | {5: "corrected"}
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         # Beyond the items that two processes may be reading, whose results may not be collected yet.
         patch.setattr("stages.discovery.item_reader.ItemReader", FailingReader)
         home.run(discover.run, "stages.discover.workers=2")
-    assert len(rows_of(home)) == 100
+    assert len(rows_of(home)) == 30
     report = home.run(discover.run)
-    assert 0 < read(report) < 200
+    assert 0 < read(report) < 140
     counts = report.details["datasets"][0]
-    assert (counts["new"], counts["removed"], counts["captions_changed"]) == (200, 0, 1)
-    assert [row["captions"][0] for row in rows_of(home)] == [Invented.captions[number] for number in range(300)]
+    assert (counts["new"], counts["removed"], counts["captions_changed"]) == (140, 0, 1)
+    assert [row["captions"][0] for row in rows_of(home)] == [Invented.captions[number] for number in range(170)]
 
 
 @pytest.mark.slow

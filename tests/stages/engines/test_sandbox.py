@@ -186,26 +186,28 @@ def test_one_that_a_thread_of_its_own_collects_ends_its_processes_too(tmp_path: 
 
 
 OWNER = """
-import signal
 import sys
 from functools import partial
 from pathlib import Path
 from tests.stages.engines.sandboxed_functions import noting
 from stages.engines import sandbox
-sandbox.PRELOADED_MODULES.clear()  # as nothing is decoded
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-with sandbox.SandboxPool(partial(noting, Path({folder!r})), workers=2, timeout_s=2, memory_mib=512) as pool:
-    list(pool.map(range(1000)))
+if __name__ == "__main__":
+    sandbox.PRELOADED_MODULES.clear()  # as nothing is decoded
+    with sandbox.SandboxPool(partial(noting, Path({folder!r})), workers=2, timeout_s=2, memory_mib=512) as pool:
+        list(pool.map(range(1000)))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.linux
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> None:
-    code = OWNER.format(folder=str(tmp_path))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    owner = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, env=environment)
+@pytest.mark.usefixtures("forked_programs")
+def test_nothing_outlives_its_owner(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, number: signal.Signals
+) -> None:
+    program = tmp_path_factory.mktemp("owner") / "owner.py"
+    program.write_text(OWNER.format(folder=str(tmp_path)))
+    owner = subprocess.Popen([sys.executable, str(program)], stderr=subprocess.DEVNULL)
     # Of the two processes and their parent the alarm may have ended one by then, which is replaced: how many there
     # are, and which are alive, says nothing.
     while len(list(tmp_path.iterdir())) < 3:

@@ -124,9 +124,9 @@ def test_what_cannot_be_had_is_refused(make, kind, options, message):
 @pytest.mark.parametrize(
     ("kind", "dtype", "option", "value", "default"),
     [
-        ("kandinsky5-image-i2i", "float32", "attention", "sdpa", None),
+        long("kandinsky5-image-i2i", "float32", "attention", "sdpa", None),
         ("sana", "float32", "attention", "eager", None),
-        ("kandinsky5-image-i2i", "bfloat16", "quantization", "bf16", "no_change"),
+        long("kandinsky5-image-i2i", "bfloat16", "quantization", "bf16", "no_change"),
         ("sana", "bfloat16", "quantization", "bf16", "no_change"),
     ],
 )

@@ -1,5 +1,7 @@
 """What only Qwen-Image-Edit's texts have: several numbers of references in a batch, images on a grid of positions."""
 
+from itertools import cycle
+
 import numpy as np
 import pytest
 import torch
@@ -40,12 +42,12 @@ def asked(encoder, caption, images) -> TextRequest:
     ],
 )
 def test_embeddings_equal_the_pipelines(make, tiny, record_property, kind, counts, positions):
-    """All captions with each number of references in one batch; each picture goes through the vision model once. grid:
-    of a pipeline that tells the model where the images are."""
+    """All captions in one batch, with each number of references in turn; each picture goes through the vision model
+    once. grid: of a pipeline that tells the model where the images are."""
     pipe, encoder, largest = load_pipeline(ROWS[kind], tiny(kind)), make(kind, positions=positions), 0.0
     if positions == "grid":
         pipe.text_encoder.register_forward_pre_hook(tell_images, with_kwargs=True)
-    pairs = [(caption, PICTURES[:count]) for count in counts for caption in CAPTIONS]
+    pairs = [(caption, PICTURES[:count]) for caption, count in zip(CAPTIONS, cycle(counts), strict=False)]
     results = encoder.encode([encoder.prepare(asked(encoder, *pair)) for pair in pairs])
     for result, pair in zip(results, pairs, strict=True):
         with torch.no_grad():
