@@ -40,7 +40,7 @@ class Project:
         path = self.media / name
         path.parent.mkdir(parents=True, exist_ok=True)
         colors = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        Image.fromarray(colors).resize(size, Image.Resampling.BICUBIC).save(path)
+        Image.fromarray(colors).resize(size, Image.Resampling.BICUBIC).save(path, compress_level=1)
         if caption is not None:
             path.with_suffix(".txt").write_text(caption, encoding="utf-8")
         return path

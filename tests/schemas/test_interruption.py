@@ -58,7 +58,7 @@ def signaled(number: signal.Signals, after_s: float = 0.1) -> Iterator[None]:
 def test_a_signal_ends_what_waits(number: signal.Signals, wait) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     handler, began = StopHandler(), time.monotonic()
-    with signaled(number), handler.stop_on_signals():
+    with handler.stop_on_signals(), signaled(number):
         wait()
     assert handler.reason == number.name and time.monotonic() - began < LIMIT_S / 2
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
