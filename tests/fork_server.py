@@ -23,10 +23,11 @@ MAX_REQUEST = 1 << 17  # bytes
 MAX_FILES = 8
 PR_SET_CHILD_SUBREAPER = 36
 # What programs would import first otherwise, each time: also Arrow's for its first conversion, and those of the page.
-LIBRARIES = ("jinja2", "pandas", "peft", "torch.utils.tensorboard")
+LIBRARIES = ("ftfy", "jinja2", "pandas", "peft", "pyarrow.dataset", "rich.console", "torch.utils.tensorboard")
+PICTURES = ("PIL.ImageCms", "PIL.ImageFont", "PIL.JpegImagePlugin", "PIL.PngImagePlugin", "PIL.WebPImagePlugin")
 PROGRAMS = ("bucket", "decode", "discover", "encode_latents", "encode_text", "index", "report", "run", "status", "ui")
 PARTS = ("trainer.train", "trainer.families.kandinsky5", "stages.encoding.text.kandinsky5", "stages.encoding.vae.flux")
-IMPORTS = (*LIBRARIES, *PARTS, *(f"stages.{program}" for program in PROGRAMS))
+IMPORTS = (*LIBRARIES, *PICTURES, *PARTS, *(f"stages.{program}" for program in PROGRAMS))
 
 Work = Callable[[list[int]], object]
 
