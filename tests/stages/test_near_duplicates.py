@@ -28,19 +28,27 @@ COPIES = ("small.png", "cropped.png", "mirrored.png", "compressed.png")
 
 
 @pytest.fixture
-def home(project: Any, tiny: Any) -> Project:
-    """Four photographs with copies of one; another dataset has a soft copy of a second photograph."""
+def configured(project: Any, tiny: Any) -> Project:
+    """Two datasets without media."""
     home_project = project("kandinsky5-image-t2i", features={"model": str(tiny("dinov2")), "size": 84})
     home_project.settings["stages"] |= {"features": {"threads": 1, "readers": 1}}
     home_project.settings["datasets"].append(
         {**home_project.settings["datasets"][0], "id": "more", "instance_data_dir": "more"}
     )
     (home_project.folder / "more").mkdir()
-    home_project.media.mkdir(parents=True, exist_ok=True)
+    return home_project
 
+
+@pytest.fixture
+def home(configured: Project, built: Any) -> Project:
+    """Four photographs with copies of one; another dataset has a soft copy of a second photograph."""
+    return built(configured, _discover_copies)
+
+
+def _discover_copies(home: Project) -> None:
     def save(name: str, image: Image.Image) -> None:
-        image.save(home_project.media / name)
-        (home_project.media / name).with_suffix(".txt").write_text(name)
+        image.save(home.media / name)
+        (home.media / name).with_suffix(".txt").write_text(name)
 
     for name in ("chelsea.png", "coffee.png", "astronaut.png", "rocket.png"):
         save(name, photograph(name if name != "rocket.png" else "rocket.jpg").reduce(2))
@@ -52,10 +60,9 @@ def home(project: Any, tiny: Any) -> Project:
         cat.save(file, "JPEG", quality=40)
         save("compressed.png", Image.open(file))
     soft = photograph("coffee.png").reduce(2).filter(ImageFilter.GaussianBlur(1))
-    soft.save(home_project.folder / "more" / "soft.png")
-    (home_project.folder / "more" / "soft.txt").write_text("soft")
-    home_project.run(discover.run)
-    return home_project
+    soft.save(home.folder / "more" / "soft.png")
+    (home.folder / "more" / "soft.txt").write_text("soft")
+    home.run(discover.run)
 
 
 def items(home: Project, *overrides: str) -> dict[str, dict[str, Any]]:
@@ -213,14 +220,14 @@ def test_a_group_is_on_one_side_of_what_is_held_out_and_without_features_nothing
         home.run(bucket.run)
 
 
-def test_a_plan_depends_on_features_only_where_a_filter_or_a_share_says_so(home: Project) -> None:
+def test_a_plan_depends_on_features_only_where_a_filter_or_a_share_says_so(configured: Project) -> None:
     def key(*overrides: str) -> str:
-        return plan_key(home.config(*overrides), 16)
+        return plan_key(configured.config(*overrides), 16)
 
     plain = key()
-    section = home.settings.pop("features")
+    section = configured.settings.pop("features")
     assert key() == plain
-    home.settings["features"] = section
+    configured.settings["features"] = section
     assert key("features.frames=2") == plain
     filter_override = "datasets.photos.where=sharpness > 1"
     assert (
