@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
@@ -135,7 +135,6 @@ VALUES = st.recursive(
 PATHS = st.lists(KEYS | st.integers(0, 2), min_size=1, max_size=4)
 
 
-@settings(max_examples=60)
 @given(value=st.dictionaries(KEYS, VALUES, max_size=4), flow=st.booleans(), path=PATHS, text=TEXTS | st.none())
 def test_any_change_is_exact_or_refused(value: dict, flow: bool, path: list, text: str | None) -> None:
     out, yaml = io.StringIO(), YAML(typ="safe", pure=True)

@@ -8,6 +8,7 @@ import pytest
 
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, encode_vision
+from tests.forms import long
 from tests.stages.discovery.missing_files import files, prepared, stops, unloaded
 
 # -- discovery -------------------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ def test_rehash_finds_what_size_and_time_hide(project, built) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, long(2), long(4)])
 def test_a_place_that_is_not_there_stops_the_stage_and_changes_nothing(project, count: int) -> None:
     home = prepared(project(), count)
     home.media.rename(home.folder / "elsewhere")

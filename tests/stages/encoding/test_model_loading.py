@@ -16,6 +16,7 @@ from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text
 from stages.encoding.text import kandinsky5
 from stages.encoding.vae import flux
+from tests.forms import long
 
 CPU = torch.device("cpu")
 TEXT, IMAGE = "kandinsky5-image-t2i", FAMILIES["kandinsky5-image"].templates["t2i"]
@@ -61,9 +62,9 @@ FOREIGN, UNUSABLE = "take vae/ from the repository", "replace it"
     ("kind", "part", "values", "message", "step"),
     [
         (TEXT, "vae", {"latent_channels": 4}, "latent_channels = 4", FOREIGN),
-        ("sana", "vae", {"latent_channels": 16}, "latent_channels = 16", FOREIGN),
+        long("sana", "vae", {"latent_channels": 16}, "latent_channels = 16", FOREIGN),
         (TEXT, "vae", {"norm_num_groups": 0}, "vae/config.json has a value", UNUSABLE),
-        (TEXT, "vae", {"scaling_factor": {}}, "vae/config.json has a value", UNUSABLE),
+        long(TEXT, "vae", {"scaling_factor": {}}, "vae/config.json has a value", UNUSABLE),
         (TEXT, "text_encoder_2", {"hidden_size": "x"}, "text_encoder_2/config.json has a value", UNUSABLE),
     ],
 )

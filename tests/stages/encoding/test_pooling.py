@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.encoding.pooling import pool_space, pool_time
@@ -36,7 +36,6 @@ def slow_space(features_HWC: torch.Tensor, grid: tuple[int, int]) -> torch.Tenso
 
 @pytest.mark.slow
 @given(st.integers(1, 7), st.integers(1, 7), st.data(), SEEDS)
-@settings(max_examples=30, deadline=None)
 def test_space_is_pooled_by_area(height: int, width: int, data, seed: int) -> None:
     grid = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
     features_BHWC = draw(seed, 2, height, width, 3)
@@ -47,7 +46,6 @@ def test_space_is_pooled_by_area(height: int, width: int, data, seed: int) -> No
 
 
 @given(st.integers(1, 4), st.integers(1, 5), SEEDS)
-@settings(max_examples=30, deadline=None)
 def test_time_is_pooled_by_the_frames_of_each_latent_frame(stride: int, latent_frames: int, seed: int) -> None:
     frames = (latent_frames - 1) * stride + 1
     features_FHWC = draw(seed, frames, 2, 2, 3)

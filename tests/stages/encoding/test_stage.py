@@ -42,7 +42,7 @@ def pop_shards(home) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_time_that_is_up_ends_the_stage_between_two_units(project, monkeypatch) -> None:
     """The unit in progress is finished, and units that were read ahead remain."""
-    home = plan(project, 8)
+    home = plan(project, 4)
     expected, encode = pop_shards(home), LatentsWorker.encode
 
     def last(self, names, batch, limit):
@@ -51,12 +51,12 @@ def test_time_that_is_up_ends_the_stage_between_two_units(project, monkeypatch) 
 
     monkeypatch.setattr(LatentsWorker, "encode", last)
     report = home.run(encode_latents.run, max_time=3600.0)
-    assert (report.exit_code, report.done, report.remaining) == (INCOMPLETE, 1, 7)
+    assert (report.exit_code, report.done, report.remaining) == (INCOMPLETE, 1, 3)
     assert report.details["workers"].startswith("1, ") and f"workers: {report.details['workers']}" in home.said
-    assert report.details["stopped"] == "by --max-time; 7 units remain, finished units are kept"
+    assert report.details["stopped"] == "by --max-time; 3 units remain, finished units are kept"
     assert len(home.shards("latents")) == 1 and not list(home.root.rglob("*.tmp"))
     monkeypatch.undo()
-    assert home.run(encode_latents.run, max_time=3600.0).done == 7
+    assert home.run(encode_latents.run, max_time=3600.0).done == 3
     assert home.shards("latents") == expected
 
 

@@ -16,6 +16,7 @@ from stages.encoding import model_loading
 from stages.encoding.vae import flux
 from stages.encoding.vae.worker import LatentsWorker
 from tests.devices import set_accelerators
+from tests.forms import long
 
 PIXELS = 64 * 64
 
@@ -186,7 +187,7 @@ def test_what_is_mended_stays_on_the_list_until_its_shard_is_there(home, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [1, 100])
+@pytest.mark.parametrize("prefetch", [1, long(100)])
 def test_how_far_it_reads_ahead_changes_no_byte(home, prefetch) -> None:
     home.run(encode_latents.run, "cache.unit_mib=0.05")
     alone = home.shards("latents")

@@ -26,6 +26,7 @@ def random_frames(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 48, 80, 3), dtype=np.uint8)
 
 
+@pytest.mark.long  # it imports torchmetrics; the next but one computes the score by hand
 def test_a_score_is_that_of_torchmetrics(clip: ClipScore, tiny: Any) -> None:
     """The functional form of torchmetrics, with the model and processor that it would load from the same folder."""
     metrics = pytest.importorskip("torchmetrics.functional.multimodal.clip_score")

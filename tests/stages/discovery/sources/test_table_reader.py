@@ -129,7 +129,6 @@ def test_captions_of_several_lines_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=200)
 @given(st.text(alphabet='ab,;"\n\r\\ \t', max_size=40))
 def test_csv_is_read_as_a_strict_reader_does_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any.csv"

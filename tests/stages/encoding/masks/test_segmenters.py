@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int],
 @pytest.fixture(scope="module")
 def pictures() -> list[np.ndarray]:
     draw = np.random.default_rng(0)
-    coarse = [Image.fromarray(draw.integers(0, 256, (4, 4, 3), dtype=np.uint8)) for _ in range(6)]
+    coarse = [Image.fromarray(draw.integers(0, 256, (4, 4, 3), dtype=np.uint8)) for _ in range(3)]
     return [np.asarray(picture.resize(SIZE[::-1], Image.Resampling.BICUBIC)) for picture in coarse]
 
 

@@ -1,7 +1,7 @@
 """The image processor, compared with the installed Qwen2VLImageProcessor, which uses torchvision.
 
 torchvision need not be installed: this file contains the few functions of torchvision that are called. All other code
-is transformers' own, imported again in a fork, because transformers looks for torchvision only once.
+is transformers' own, a part of it imported again in a fork, because transformers looks for torchvision only once.
 """
 
 import importlib
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.utils import import_utils
 
 from cache.models.weights import WeightsError
 from stages.encoding.text.qwen_vl_images import QwenImageProcessor
@@ -53,6 +54,8 @@ def normalize(image, mean, std, inplace):
     return (image.sub_(mean) if inplace else image.sub(mean)).div_(std)
 """,
 }
+#: Modules of transformers that import torchvision, or ask whether it is installed.
+IMPORTED_AGAIN = ("transformers.image_", "transformers.models.qwen2_vl.")
 SIZES = [(512, 512), (448, 448), (640, 384), (96, 64), (30, 400), (57, 41), (700, 203), (28, 28), (504, 336)]
 
 
@@ -75,8 +78,11 @@ def images(tmp_path_factory) -> list[Path]:
 
 def with_torchvision(torchvision: Path, folder: Path, images: list[Path], out: Path) -> None:
     """Write the pixels and grids of the installed processor, in a process that has imported it without torchvision."""
+    for function in vars(import_utils).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
     for name in [*sys.modules]:
-        if name.partition(".")[0] in ("transformers", "torchvision"):
+        if name.startswith(IMPORTED_AGAIN):
             del sys.modules[name]
     sys.path.insert(0, str(torchvision.parent))
     module = importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")

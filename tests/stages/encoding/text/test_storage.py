@@ -101,7 +101,7 @@ def test_training_reads_what_is_stored_in_8_bits(project, kind, storage, format,
     """After an export and an import, the loss is near the loss with exact texts, and wrong scales are errors."""
     prompts = {"prompts": [{"name": "cat", "prompt": "a cat"}], "size": "64x64", "steps": 1}
     home = project(kind, cache={"format": format, "unit_mib": 1}, validation=prompts)
-    home.settings["train"] = {"steps": 2, "batch_size": 2, "device": "cpu", "adapter": {"rank": 2}}
+    home.settings["train"] = {"steps": 1, "batch_size": 2, "device": "cpu", "adapter": {"rank": 2}}
     for number in range(3):
         home.image(f"{number}.png", (64, 64), f"picture number {number} {'of several ' * number}", number)
     losses, errors = {}, {}
@@ -113,7 +113,7 @@ def test_training_reads_what_is_stored_in_8_bits(project, kind, storage, format,
             errors[program] = report.details.get("storage_error")
         config = home.config(*options)
         train(config)
-        losses[option] = torch.tensor([lines(config)[step] for step in (1, 2)])
+        losses[option] = torch.tensor(lines(config)[1])
     assert 0 < errors[encode_text]["rms_share"] < MOST[storage] and errors[encode_text]["largest"] > 0
     assert not torch.equal(*losses.values())
     assert (losses[storage] - losses["exact"]).abs().max() < 0.01 * losses["exact"].max()
