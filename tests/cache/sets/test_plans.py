@@ -1,5 +1,7 @@
 """Plans of many generations: read with a bounded number of requests, and whole."""
 
+from pathlib import Path
+
 import pyarrow as pa
 import pytest
 
@@ -30,10 +32,12 @@ def publish(store: Store, number: int, **info) -> plans.Plan:
     return plans.publish_plan(store, "k", tables, plans.PlanInfo(null_text=id, validation=[], **info))
 
 
-def test_a_plan_of_many_generations_is_read_with_few_requests(s3: S3Server) -> None:
-    store = Store(f"s3://{BUCKET}/work")
+def test_a_plan_of_many_generations_is_read_with_few_requests(s3: S3Server, tmp_path: Path) -> None:
     for number in range(GENERATIONS):
-        publish(store, number, **({"replaced_units": [f"{3:016x}"]} if number == 5 else {}))
+        publish(Store(tmp_path / "work"), number, **({"replaced_units": [f"{3:016x}"]} if number == 5 else {}))
+    store = Store(f"s3://{BUCKET}/work")
+    for path in (tmp_path / "work").rglob("*.*"):
+        s3.put(path.relative_to(tmp_path).as_posix(), path.read_bytes())
     s3.reset()
     plan = plans.newest_plan(Store(f"s3://{BUCKET}/work"), "k")
     assert plan is not None and len(plan.text_table) == GENERATIONS and plan.is_complete
