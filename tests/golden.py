@@ -131,8 +131,8 @@ FLAVOURS: dict[str, tuple[str, str, str, tuple[int, int, int]]] = {
     "edit": ("qwen-image-edit", "qwen-image-edit", "qwen-image-edit", (16, 8, 1)),
     "edit-plus": ("qwen-image-edit-plus", "qwen-image-edit-plus", "qwen-image-edit-2511", (16, 8, 1)),
 }
-#: In the long form alone: models of tasks that differ little from others', and those with pictures of 1024x1024 pixels.
-LATER = ("i2i", "t2v", "edit", "edit-plus")
+#: In the long form alone: tasks that differ little from others.
+LATER = ("i2i", "t2v", "edit")
 VIDEO = {"dataset_type": "video", "instance_data_dir": "clips", "resolution": 96}
 DATASETS: dict[str, list[Json]] = {
     "t2i": [

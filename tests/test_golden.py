@@ -18,10 +18,11 @@ from cache.shards.shard import RejectedMember, ShardMeta, ShardRow, TruncatedTex
 from cache.shards.shard_io import open_writer
 from cache.store.store import Store
 from stages import encode_latents, encode_text, encode_vision, export, index
-from tests.golden import FLAVOURS, PROVENANCE, Home, Json, array, compare, contents, hashes, put_shards
+from tests.forms import long
+from tests.golden import FLAVOURS, LATER, PROVENANCE, Home, Json, array, compare, contents, hashes, put_shards
 
 
-@pytest.fixture(scope="module", params=FLAVOURS)
+@pytest.fixture(scope="module", params=[long(name) if name in LATER else name for name in FLAVOURS])
 def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Home:
     """A flavour whose media is planned; a test only adds to it."""
     made = Home(tmp_path_factory.mktemp(request.param), request.param)

@@ -20,18 +20,25 @@ import safetensors.numpy
 from schemas.json_records import read_record
 from stages import encode_latents, encode_text, index
 from tests.forms import long
-from tests.golden import FLAVOURS, LATER, Home, Json, compare, put_shards
+from tests.golden import FLAVOURS, Home, Json, compare, put_shards
 from trainer.__main__ import app as train
 
 
-@pytest.fixture(params=[long(name) if name in LATER else name for name in FLAVOURS])
+@pytest.fixture
 def planned(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
     made = Home(tmp_path, request.param)
     made.plan()
     return made
 
 
+def flavours(*short: str) -> pytest.MarkDecorator:
+    """Those of the short form; the others are of the long one."""
+    cases = [name if name in short else long(name) for name in FLAVOURS]
+    return pytest.mark.parametrize("planned", cases, indirect=True)
+
+
 @pytest.mark.slow
+@flavours("i2v", "sana")
 def test_encoded_shards(planned: Home, tiny: Callable[[str], Path]) -> None:
     for stage in (encode_text, encode_latents):
         planned.run(stage.app, f"model.path={tiny(planned.kind)}")
@@ -90,6 +97,7 @@ def row(id: str, info: str, tensors: dict[str, tuple[np.ndarray, list[int]]]) ->
 
 
 @pytest.mark.slow
+@flavours("t2i", "sana")
 def test_training(planned: Home, tiny: Callable[[str], Path]) -> None:
     """Two steps on a set of fixed rows: a checkpoint's terms, losses, and the names of what is saved."""
     put_shards(planned)

@@ -33,9 +33,8 @@ MEANS, DEVIATIONS = [0.5, -0.25, 0.0, 1.0], [0.5, 2.0, 1.0, 4.0]
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packages with the family's files, and its line in the catalog."""
     tree = tmp_path_factory.mktemp("tree")
-    ignored = shutil.ignore_patterns("__pycache__")
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tree / package, ignore=ignored)
+    for package in PACKAGES:  # with what is compiled
+        shutil.copytree(ROOT / package, tree / package)
     for path in OWN.rglob("*.py"):
         place = tree / path.relative_to(OWN)
         assert not place.exists(), f"{place} is a file of the product"

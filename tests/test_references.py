@@ -116,15 +116,15 @@ def test_a_reference_is_sized_and_cropped_as_by_the_pipeline(tmp_path, often) ->
     processor = Flux2ImageProcessor()
     fit = FAMILIES["flux2-klein"].conditions["i2i"].size.fit
     rng = np.random.default_rng(0)
-    sizes = np.exp(rng.uniform(np.log(300), np.log(9000), (often(500, 100_000), 2))).astype(int)
+    sizes = np.exp(rng.uniform(np.log(300), np.log(9000), (often(200, 100_000), 2))).astype(int)
     sizes = np.concatenate([sizes, [(1024, 1024), (1024, 1025), (1025, 1023), (2048, 2048)]])
     *sides, crop = fit(*sizes.T)
     wanted = [processor._resize_if_exceeds_area(SizeAlone((int(w), int(h)))).size for w, h in sizes]
     assert np.array_equal(np.stack([crop.resize_width, crop.resize_height], 1), wanted)
     assert np.array_equal(np.stack(sides, 1), np.array(wanted) // 16 * 16)
     photo = Image.fromarray(skimage.data.chelsea())
-    for size in ((1501, 1003), (971, 1203), (1024, 1025), (451, 300)):
-        photo.resize(size, Image.Resampling.BICUBIC).save(tmp_path / "photo.png", compress_level=1)
+    for size in ((971, 1203), (1024, 1025), (451, 300), (1501, 1003))[: often(3, 4)]:
+        photo.resize(size, Image.Resampling.BICUBIC).save(tmp_path / "photo.png", compress_level=0)
         width, height, crop = fit(*np.array([size]).T)
         geometry = Crop(*(int(value[0]) for value in vars(crop).values())), Bucket(int(width[0]), int(height[0]))
         found = normalize_pixels(resize_and_crop(load_image(tmp_path / "photo.png"), *geometry))
@@ -140,7 +140,7 @@ def test_a_reference_that_is_not_cropped_is_padded_as_by_the_pipeline(tmp_path, 
     rounds up to more than 4 megapixels."""
     processor, fit = Flux3ImageProcessor(), PaddedSize(area=4 * 1024 * 1024, multiple=16, least_side=64).fit
     rng = np.random.default_rng(0)
-    sizes = np.exp(rng.uniform(0, np.log(9000), (often(500, 20_000), 2))).astype(int)
+    sizes = np.exp(rng.uniform(0, np.log(9000), (often(200, 20_000), 2))).astype(int)
     sizes = np.concatenate([sizes, [(1, 1), (16, 40), (2047, 2049), (2048, 2048), (30, 5000), (9000, 20)]])
     *sides, crop = fit(*sizes.T)
     processor.resize = lambda image, height, width: SizeAlone((width, height))  # type: ignore[method-assign]
@@ -151,7 +151,7 @@ def test_a_reference_that_is_not_cropped_is_padded_as_by_the_pipeline(tmp_path, 
     del processor.resize
     photo = Image.fromarray(skimage.data.chelsea())
     for size in ((451, 300), (17, 33), (16, 40), (5, 1), (64, 65), (2047, 2050)):
-        photo.resize(size, Image.Resampling.BICUBIC).save(tmp_path / "photo.png", compress_level=1)
+        photo.resize(size, Image.Resampling.BICUBIC).save(tmp_path / "photo.png", compress_level=0)
         width, height, crop = fit(*np.array([size]).T)
         geometry = Crop(*(int(value[0]) for value in vars(crop).values())), Bucket(int(width[0]), int(height[0]))
         found = normalize_pixels(resize_and_crop(load_image(tmp_path / "photo.png"), *geometry))
@@ -177,9 +177,9 @@ def test_an_only_reference_has_a_size_rule_of_its_own(referenced, monkeypatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 10])
+@pytest.mark.parametrize("count", [1, 2, long(10)])
 def test_references_are_encoded_as_by_a_pipeline_with_a_rule_for_the_only_one(project, count, record_property) -> None:
-    """Of sizes that are no multiples: the only one is padded, ten are cropped."""
+    """Of sizes that are no multiples: the only one is padded, several are cropped."""
     home = project("flux3-i2i", cache={"unit_mib": 1.0}, validation={"prompts": []})
     folders = [f"references{number}" for number in range(count)]
     home.settings["datasets"][0] |= {"conditioning_data": folders if count > 1 else folders[0]}

@@ -1,77 +1,79 @@
 """A disk that fails: each way of writing reports the reason, and leaves no file."""
 
+import json
 import os
+import resource
 import subprocess
-import sys
 import tempfile
-import textwrap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
-from cache.store.store import Store
-
-ROOT = Path(__file__).parents[3]
-
-
-def run(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
-
-
-WRITE_ALL = r"""
-import os, sys
-import cache.store.store as module
-from cache.shards import arrow, shard_io, wds  # imported before a process gives up its rights
 from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.shard_io import open_writer
 from cache.shards.tensors import Array
-import pyarrow as pa
+from cache.store.files import check_writable
+from cache.store.store import Store, StoreError
+from tests.processes import in_child
 
-def attempts(root):
-    store = module.Store(root)
-    big = bytes(3 << 20)
-    meta = ShardMeta("text", "f", "u", "")
-    def write(format):
-        with shard_io.open_writer(store, "u-" + format, meta, {"a": "uint8"}, format) as out:
-            for number in range(3):
-                out.add(ShardRow(f"r{number}", {"a": Array("uint8", (len(big),), big)}))
-            out.finish()
-    return {
-        "bytes": lambda: store.publish_bytes("x", big),
-        "table": lambda: store.write_table("t.arrow", pa.table({"x": [big]})),
-        "arrow": lambda: write("arrow"),
-        "webdataset": lambda: write("webdataset"),
-    }
-
-def try_all(root):
-    for name, attempt in attempts(root).items():
-        try:
-            attempt()
-            print(name, "SUCCEEDED")
-        except module.StoreError as error:
-            print(name, str(error).replace("\n", "; "))
-    print("left:", [file for _, _, files in os.walk(root) for file in files])
-"""
-
-
-def refusals(code: str) -> dict[str, str]:
-    """The message of each way of writing; asserts that none left a file."""
-    process = run(WRITE_ALL + textwrap.dedent(code))
-    assert process.returncode == 0, process.stderr
-    *lines, remains = process.stdout.splitlines()
-    assert remains == "left: []"
-    return dict(line.split(" ", 1) for line in lines)
-
-
+BIG = bytes(3 << 20)
 WAYS = {"bytes": "/x", "table": "/t.arrow", "arrow": "/u-arrow.arrow", "webdataset": "/u-webdataset.tar"}
 
 
-@pytest.mark.slow
+def refusals(attempts: dict[str, Callable[[], object]]) -> dict[str, str]:
+    """The message of each."""
+    messages = {}
+    for name, attempt in attempts.items():
+        with pytest.raises(StoreError) as caught:
+            attempt()
+        messages[name] = str(caught.value).replace("\n", "; ")
+    return messages
+
+
+def try_all(root: str) -> dict[str, str]:
+    """The message of each way of writing, none of which leaves a file."""
+    store = Store(root)
+
+    def write(form: str) -> None:
+        with open_writer(store, f"u-{form}", ShardMeta("text", "f", "u", ""), {"a": "uint8"}, form) as shard:
+            for number in range(3):
+                shard.add(ShardRow(f"r{number}", {"a": Array("uint8", (len(BIG),), BIG)}))
+            shard.finish()
+
+    messages = refusals(
+        {
+            "bytes": lambda: store.publish_bytes("x", BIG),
+            "table": lambda: store.write_table("t.arrow", pa.table({"x": [BIG]})),
+            "arrow": partial(write, "arrow"),
+            "webdataset": partial(write, "webdataset"),
+        }
+    )
+    assert [file for _, _, files in os.walk(root) for file in files] == []
+    return messages
+
+
+def in_own_process(work: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """What `work` returns in a fork, whose limits and user are its own."""
+    with tempfile.TemporaryFile("w+") as answer:
+
+        def do() -> None:
+            json.dump(work(), answer)
+            answer.flush()
+
+        assert in_child(do) == 0
+        answer.seek(0)
+        return json.load(answer)
+
+
 def test_a_file_size_limit(tmp_path):
-    messages = refusals(f"""
-        import resource
+    def limited() -> dict[str, str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        try_all({str(tmp_path)!r})
-    """)
+        return try_all(str(tmp_path))
+
+    messages = in_own_process(limited)
     for way, name in WAYS.items():
         assert messages[way].startswith(f"{tmp_path}{name}: the file would exceed"), messages[way]
         assert "ulimit -f" in messages[way]
@@ -90,17 +92,15 @@ def small_disk():
             subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.slow
 def test_a_full_disk_and_a_read_only_one(small_disk):
-    messages = refusals(f"try_all({small_disk!r})")
+    messages = try_all(small_disk)
     for way, name in WAYS.items():
         assert messages[way].startswith(f"{small_disk}{name}: the disk is full; free space"), messages[way]
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    messages = refusals(f"try_all({small_disk!r})")
+    messages = try_all(small_disk)
     assert "the file system is read-only" in messages["bytes"] and set(messages) == set(WAYS)
 
 
-@pytest.mark.slow
 def test_no_permission():
     """Root has all permissions, so the process becomes another user if it can."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as readable:
@@ -108,26 +108,23 @@ def test_no_permission():
         for name, mode in (("a/b", 0), ("a", 0o300), ("", 0o755)):
             os.chmod(f"{readable}/{name}", mode)
         os.chmod(folder, 0o555)
-        messages = refusals(f"""
-            from pathlib import Path
-            from cache.store.files import check_writable
-            store = module.Store({readable!r})
+
+        def without_rights() -> dict[str, str]:
+            store = Store(readable)
             if os.getuid() == 0:
-                os.chown({readable!r} + "/a", 65534, -1)
+                os.chown(f"{readable}/a", 65534, -1)
                 os.setuid(65534)
-            for name, attempt, path in (
-                ("here", check_writable, Path({folder!r})),
-                ("below", check_writable, Path({folder!r}, "below", "it")),
-                ("list", store.list_names, "a"),
-                ("read", store.read_bytes, "a/b"),
-                ("open", store.open, "a/b"),
-            ):
-                try:
-                    attempt(path)
-                except module.StoreError as error:
-                    print(name, str(error).replace("\\n", "; "))
-            try_all({folder!r})
-        """)
+            return refusals(
+                {
+                    "here": lambda: check_writable(Path(folder)),
+                    "below": lambda: check_writable(Path(folder, "below", "it")),
+                    "list": lambda: store.list_names("a"),
+                    "read": lambda: store.read_bytes("a/b"),
+                    "open": lambda: store.open("a/b"),
+                }
+            ) | try_all(folder)
+
+        messages = in_own_process(without_rights)
         os.chmod(f"{readable}/a", 0o755)
     for way, name in WAYS.items():
         assert messages[way].startswith(f"{folder}{name}: permission denied; give this user"), messages[way]

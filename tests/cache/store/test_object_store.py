@@ -352,7 +352,7 @@ def test_an_upload_whose_last_answer_is_lost(store: Store, s3: S3Server, large: 
         assert store.read_bytes("a") == data
 
 
-def test_a_full_scratch_folder_is_named(store: Store, s3: S3Server) -> None:
+def test_a_full_scratch_folder_is_named(store: Store, s3: S3Server, tmp_path: Path, forked_programs: None) -> None:
     code = f"""
         import resource
         from cache.store.store import Store
@@ -366,8 +366,9 @@ def test_a_full_scratch_folder_is_named(store: Store, s3: S3Server) -> None:
             except StoreError as error:
                 print(error.message, error.next_step)
     """
-    command, environment = [sys.executable, "-c", textwrap.dedent(code)], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(code))
+    done = subprocess.run([sys.executable, program], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stderr
     for line in lines:
