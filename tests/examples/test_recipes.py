@@ -27,7 +27,6 @@ from tests.project import Project
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "recipes"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-SHORT = ("sana-lora-12gb",)
 
 
 def published(family: str, flavour: str) -> dict[str, Any]:
@@ -151,7 +150,7 @@ def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in NAMES])
+@pytest.mark.parametrize("name", [name if name == "sana-full-24gb" else long(name) for name in NAMES])
 def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str, is_long: bool) -> None:
     config, (card_gb, shape, _) = recipe(name), RECIPES[name]
     prediction = predict_by_depth(config, shape)
@@ -183,7 +182,7 @@ def wide_sana(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     name: str,
     tmp_path: Path,

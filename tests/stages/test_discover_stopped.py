@@ -1,6 +1,5 @@
 """Discovery after a stop or a kill: files that were read are not read again."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -47,6 +46,7 @@ KILLED = """
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # also that of the readers
 import held
 from schemas.cli.console import Console, Options
 from schemas.config.loading import load_config
@@ -55,20 +55,21 @@ from stages.discovery import item_reader
 
 discover.SAVE_EVERY_S, discover.MAX_PENDING_ROWS = 0.0, 1  # each row is saved once it is read
 item_reader.ItemReader = held.Held
-discover.run(load_config(Path(sys.argv[1]), ()), Options(), Console())
+if __name__ == "__main__":  # the server of readers imports this module, too
+    discover.run(load_config(Path(sys.argv[1]), ()), Options(), Console())
 """
 
 
 @pytest.mark.slow
-def test_a_kill_costs_what_was_read_last(project) -> None:
+def test_a_kill_costs_what_was_read_last(project, forked_programs) -> None:
     home = project()
     for number in range(12):
         home.image(f"{number}.png", seed=number)
     home.config()
     (home.folder / "held.py").write_text(BLOCKING_READER)
-    command = [sys.executable, "-c", KILLED, str(home.folder / "pipeline.yaml")]
-    environment = os.environ | {"PYTHONPATH": str(home.folder)}
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
+    (home.folder / "killed.py").write_text(KILLED)
+    command = [sys.executable, str(home.folder / "killed.py"), str(home.folder / "pipeline.yaml")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     saved = home.root / "media/photos/partial"
     while not list(saved.glob("0*.arrow")):
         assert process.poll() is None
