@@ -39,6 +39,9 @@ NEEDED = {
 }
 
 
+WITHOUT_PANDAS = "from schemas.cli.starting import leave_out_pandas; leave_out_pandas()"  # as programs start
+
+
 def run_code(code: str, *arguments: str) -> list[str]:
     """The lines that a new process prints."""
     command = [sys.executable, "-c", code, *arguments]
@@ -89,7 +92,8 @@ def missing(extra: str, modules: set[str]) -> set[str]:
 
 
 def test_every_machine_has_what_it_imports() -> None:
-    assert missing("", loaded("import stages.cli, stages.verify, stages.doctor, stages.maintenance.probes")) == set()
+    programs = "import stages.cli, stages.verify, stages.doctor, stages.maintenance.probes"
+    assert missing("", loaded(f"{WITHOUT_PANDAS}; {programs}")) == set()
 
 
 @pytest.mark.long
@@ -144,8 +148,7 @@ def test_the_trainer_loads_no_encoder_no_pipeline_and_no_media_library(
 
 def test_the_trainer_has_no_pandas_unless_it_asks_for_it() -> None:
     """pyarrow would import it at its first conversion."""
-    code = "from schemas.cli.starting import leave_out_pandas\nleave_out_pandas()"
-    code += "\nimport numpy as np, pyarrow as pa, sys\nnp.asarray(pa.chunked_array([[1, 2]]))"
+    code = f"{WITHOUT_PANDAS}\nimport numpy as np, pyarrow as pa, sys\nnp.asarray(pa.chunked_array([[1, 2]]))"
     code += "\nprint('pandas' in sys.modules)"
     code += "\nimport pandas\nprint(len(pandas.DataFrame({'a': [1, 2]})))"
     assert run_code(code) == ["False", "2"]
