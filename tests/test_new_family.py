@@ -140,6 +140,7 @@ def test_a_family_of_its_own_files_and_rows_is_trained(
         "validation": {
             "prompts": [{"name": "one", "prompt": "goes on", "image": str(given)}],
             "size": "64x64@5",
+            "steps": 2,
             "every": 3,
             "eval_samples": 1,
         },
