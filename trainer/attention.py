@@ -20,7 +20,7 @@ from cache.models.weights import config_errors
 from cache.runs.training_run import RunError
 from cache.sets.training_checks import train_precision
 from schemas.config.pipeline import Config
-from trainer.families.base import ModelFamily
+from trainer.families.base import ModelFamily, on_meta
 from trainer.joint_attention import EXACT_LENGTHS, MASKED, attend
 
 AUTO, SDPA, VARLEN = "auto", "sdpa", "flash-varlen"
@@ -99,7 +99,7 @@ def _try(
     is_masked: bool,
 ) -> RunError | None:
     shape = read_part_config(config.model, config.part)
-    with torch.device("meta"), config_errors(f"{config.model.source}/{config.part}/config.json"):
+    with on_meta(), config_errors(f"{config.model.source}/{config.part}/config.json"):
         model = family.untrained(shape)
     try:
         head_size = family.dense_attention(model)[1]

@@ -11,11 +11,20 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from diffusers.models.modeling_utils import no_init_weights
 from torch.utils.hooks import RemovableHandle
 
 from cache.models.weights import load_part
 from schemas.family import Family, Task
 from trainer.batch import Batch
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Context in which models and adapters are made on the meta device. Their weights are not initialized, because
+    PyTorch takes as long for it as for everything else there."""
+    with torch.device("meta"), no_init_weights():
+        yield
 
 
 @dataclass(frozen=True)

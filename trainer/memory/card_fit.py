@@ -41,6 +41,7 @@ from schemas.devices import COMFORTABLE, RESERVED, DeviceNotFound, device_memory
 from schemas.family import SOURCE_ROLES, Condition
 from schemas.geometry import Bucket, largest_valid_frames, resolution_buckets
 from schemas.recipe import plan_key
+from trainer.families.base import on_meta
 from trainer.memory.estimate import MemoryEstimate, estimate_memory, sum_bytes
 from trainer.memory.meter import META, KernelMode, MemoryMeter
 from trainer.setup.load import explain_checkpoint_errors
@@ -367,7 +368,7 @@ def _untrained(kind: str, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModel
 
     settings = {key: value for key, value in shape.items() if key not in ("model_type", "architectures")}
-    with META:
+    with on_meta():
         return AutoModel.from_config(AutoConfig.for_model(kind, **settings)).to(dtype)
 
 
@@ -400,7 +401,7 @@ def estimate_latents(model: Model, latents: Latents, shapes: Shapes, bucket: str
 
     family, size = model.family_spec, Bucket.parse(bucket)
     dtype = getattr(torch, latents.precision or model.precision)
-    with META:
+    with on_meta():
         vae = getattr(diffusers, family.model_classes["vae"]).from_config(dict(shapes["vae"])).eval()
         torch.nn.Module.to(vae, dtype)  # the class's own `to` warns of a conversion
     pixels = size.width * size.height * size.frames

@@ -24,7 +24,7 @@ from schemas.geometry import Bucket
 from trainer import flow
 from trainer.adapters.header import read_initial
 from trainer.batch import IMAGE_PLACES, Batch
-from trainer.families.base import ModelFamily, module_of
+from trainer.families.base import ModelFamily, module_of, on_meta
 from trainer.memory.meter import (
     META,
     KernelMode,
@@ -108,7 +108,7 @@ def estimate_memory(
     # The initial values do not affect sizes.
     adapter = settings.adapter.changed(init_weights="default")
     file = read_initial(adapter)
-    with META:
+    with on_meta():
         with config_errors(f"{config.model.source}/{config.part}/config.json"):
             model = family.untrained(shape, dtype)
         loaded = sum_bytes(model.parameters())

@@ -32,7 +32,7 @@ from schemas.identity import derive_seed
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer import flow
 from trainer.adapters.header import check_family, read_initial
-from trainer.families.base import ModelFamily
+from trainer.families.base import ModelFamily, on_meta
 from trainer.methods import make_methods
 from trainer.methods.base import Method
 from trainer.run import checkpoint
@@ -148,7 +148,7 @@ def check_trained(config: Config, family: ModelFamily, model: Any) -> dict[str, 
             f"are multiples of {NF4_COLUMN_MULTIPLE}; the matrices are {', '.join(shapes)}",
             "Set train.base_precision to int8-torchao or int8-quanto.",
         )
-    with explain_checkpoint_errors(config.model.source), torch.device("meta"):
+    with explain_checkpoint_errors(config.model.source), on_meta():
         dtype, autocast = choose_dtypes(config.train, config.model)
         add_frozen(model, config, autocast or dtype)
         # Other initializations would be computed from weights that are not in memory.

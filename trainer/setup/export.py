@@ -14,7 +14,7 @@ from schemas.config.training import Adapter
 from schemas.family import Task
 from trainer.adapters.files import write_adapter
 from trainer.adapters.header import DIFFUSERS_NAMES
-from trainer.families.base import ModelFamily
+from trainer.families.base import ModelFamily, on_meta
 from trainer.run.sharded import gather_all, is_sharded
 from trainer.setup.adapters import (
     ADAPTER_NAME,
@@ -66,7 +66,7 @@ def gather_model(model: Any, family: ModelFamily, task: Task, adapter: Adapter, 
     state = gather_all(model.state_dict() if adapter.type == "full" else trained, keep)
     if not keep:
         return None
-    with torch.device("meta"):
+    with on_meta():
         full_model = family.untrained(model_shape(model))
         adapter = adapter.changed(init_weights="default")
         make_trainable(full_model, family, task, adapter, scales=read_scales(model))

@@ -18,7 +18,7 @@ from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.errors import LatentpressError
-from trainer.families.base import ModelFamily, module_of
+from trainer.families.base import ModelFamily, module_of, on_meta
 
 
 def load_transformer(
@@ -53,7 +53,7 @@ def empty_transformer(model: Model, part: str, dtype: torch.dtype = torch.float3
     """The transformer on the meta device, built by the family from config.json: names and shapes, without weights.
     part: folder of the transformer in the checkpoint."""
     settings = read_part_config(model, part)
-    with torch.device("meta"), config_errors(f"{model.source}/{part}/config.json"):
+    with on_meta(), config_errors(f"{model.source}/{part}/config.json"):
         return module_of(model.family_spec).untrained(settings, dtype)
 
 
