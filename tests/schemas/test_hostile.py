@@ -42,7 +42,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [long(name) if name == "deep lists" else name for name in CASES])
 def test_a_hostile_document_is_refused_with_its_line(tmp_path, name) -> None:
     text, expected = CASES[name]
     path = tmp_path / "pipeline.yaml"

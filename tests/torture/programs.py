@@ -103,7 +103,7 @@ def without_captions(given: Given) -> Project:
 
 def add_clips(home: Project) -> Project:
     home.settings["cache"] = UNITS
-    for number in range(4):
+    for number in range(3):
         home.video(f"{number}.mp4", caption=f"clip {number}")
     return home
 
@@ -118,7 +118,7 @@ def clips_to_mask(given: Given) -> Project:
 
 def another_clip(home: Project) -> None:
     """A clip is another one than was planned: it is rejected."""
-    home.video("3.mp4", frames=30)
+    home.video("2.mp4", frames=30)
 
 
 def edits(given: Given) -> Project:

@@ -71,8 +71,9 @@ def test_one_value_is_changed(path: KeyPath, value: str | None, is_text: bool, b
         assert read_values(changed, [path])[path] == value
 
 
-def test_recipes_are_not_changed_without_a_change() -> None:
-    for path in (Path(__file__).parents[3] / "examples/recipes").glob("*.yaml"):
+def test_recipes_are_not_changed_without_a_change(is_long: bool) -> None:
+    paths = sorted((Path(__file__).parents[3] / "examples/recipes").glob("*.yaml"))
+    for path in paths if is_long else paths[::4]:
         assert YamlEditor(path.read_text()).text() == path.read_text()
 
 

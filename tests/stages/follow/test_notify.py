@@ -14,6 +14,7 @@ from schemas.cli.console import Report
 from schemas.errors import LatentpressError
 from stages import notify
 from stages.follow import messages
+from tests.forms import long
 from tests.project import Project
 from tests.stages.follow.notified_run import HOOK, SECOND_HOOK, trained
 from tests.webhook_server import SECRET, WebhookServer, serve_webhook
@@ -98,7 +99,7 @@ def failing(hook: WebhookServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("break_it", [dead, hanging, failing], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("break_it", [dead, hanging, long(failing)], ids=lambda each: each.__name__)
 def test_a_hook_that_fails_holds_up_no_other(
     home: Project, hook: WebhookServer, monkeypatch: pytest.MonkeyPatch, break_it: Callable
 ) -> None:

@@ -38,19 +38,19 @@ def write_video(path, frames=50, rate=25, codec="libx264", container=None, stamp
 
 
 KINDS = {
-    "b-frames.mp4": {"preset": "medium", "bf": "3"},
+    "b-frames.mp4": {"preset": "veryfast", "bf": "3"},
     "plain.mp4": {"bf": "0"},
     "fast.mov": {"container": {"movflags": "faststart"}},
-    "fragments.mp4": {"container": {"movflags": "frag_keyframe+empty_moov"}, "preset": "medium"},
-    "b-frames.mkv": {"preset": "medium", "bf": "3"},
+    "fragments.mp4": {"container": {"movflags": "frag_keyframe+empty_moov"}, "preset": "veryfast"},
+    "b-frames.mkv": {"preset": "veryfast", "bf": "3"},
     "vp9.webm": {"codec": "libvpx-vp9", "cpu-used": "8", "deadline": "realtime", "g": "10"},
     "mpeg4.avi": {"codec": "mpeg4", "g": "10"},
-    "b-frames.avi": {"preset": "medium", "bf": "3"},
-    "open-groups.mp4": {"preset": "medium", "x264-params": "open-gop=1:keyint=10:bframes=3:scenecut=0"},
-    "open-groups.mkv": {"preset": "medium", "x264-params": "open-gop=1:keyint=10:bframes=3"},
-    "refresh.mp4": {"preset": "medium", "x264-params": "intra-refresh=1:keyint=10"},
+    "b-frames.avi": {"preset": "veryfast", "bf": "3"},
+    "open-groups.mp4": {"preset": "veryfast", "x264-params": "open-gop=1:keyint=10:bframes=3:scenecut=0"},
+    "open-groups.mkv": {"preset": "veryfast", "x264-params": "open-gop=1:keyint=10:bframes=3"},
+    "refresh.mp4": {"preset": "veryfast", "x264-params": "intra-refresh=1:keyint=10"},
     "hevc.mp4": {"codec": "libx265", "preset": "ultrafast", "x265-params": "keyint=10:log-level=none"},
-    "broadcast.ts": {"preset": "medium", "bf": "3"},
+    "broadcast.ts": {"preset": "veryfast", "bf": "3"},
 }
 LIKE_OTHERS = ("plain.mp4", "b-frames.mp4", "fast.mov", "open-groups.mkv")
 
@@ -144,7 +144,7 @@ def test_colours_follow_the_streams_matrix_and_range(tmp_path, tag, size, red, b
     assert np.abs(picture.reshape(-1, 3) - np.array([r, g, b]) * 255).max() <= 1.0
 
 
-@pytest.mark.parametrize("name", ["fast.mov", "fragments.mp4", "b-frames.mkv", "vp9.webm", "mpeg4.avi"])
+@pytest.mark.parametrize("name", ["fast.mov", "fragments.mp4", "b-frames.mkv", long("vp9.webm"), "mpeg4.avi"])
 def test_a_truncated_video_is_found_by_probing_and_by_reading(videos, tmp_path, name):
     path = tmp_path / name
     path.write_bytes(videos[name].read_bytes()[: videos[name].stat().st_size // 2])

@@ -13,6 +13,7 @@ from schemas.family import folded
 from stages.encoding.text.base import OptionError
 from tests.conformance.flavours import ROWS
 from tests.conformance.made import load_pipeline
+from tests.forms import long
 
 CAPTIONS = [
     "",
@@ -50,7 +51,7 @@ MERGED = {"sana": ("<mask>", "Prompt: zebra"), "kandinsky5-video-t2v": ("<|quad_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MERGED)
+@pytest.mark.parametrize("kind", [long("sana"), "kandinsky5-video-t2v"])
 def test_captions_that_merge_with_the_instruction(make, encoded, edited, kind: str) -> None:
     folder, captions = edited(kind, "tokenizer", *MERGED[kind]), ["a cat", "zebra and a small grey cat", ""]
     encoder = make(kind, folder=folder)
@@ -59,10 +60,10 @@ def test_captions_that_merge_with_the_instruction(make, encoded, edited, kind: s
 
 
 @pytest.mark.slow
-def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(make, encoded, tiny) -> None:
+def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(make, encoded, tiny, often) -> None:
     """With each attention, at a length of its own, alone as in a batch; and `text.positions: real` stores none."""
     pipe, largest = load_pipeline(ROWS[KLEIN], tiny(KLEIN)), 0.0
-    for attention in ("sdpa", "eager"):
+    for attention in ("sdpa", "eager")[: often(1, 2)]:
         pipe.text_encoder.set_attn_implementation(attention)
         with torch.no_grad():
             wanted = [pipe.encode_prompt(caption, max_sequence_length=48)[0][0] for caption in CAPTIONS[:2]]

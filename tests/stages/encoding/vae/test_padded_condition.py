@@ -27,7 +27,7 @@ def test_encoded_conditions_equal_the_pipelines(project, tiny, record_property, 
     home.settings["validation"] = {
         "prompts": [{"name": "given", "prompt": "a", "image": str(photo)}, {"name": "taken", "prompt": "b"}],
         "size": "64x64@5",
-        "steps": 2,
+        "steps": 1,
         "eval_samples": 1,
     }
     home.settings["train"] |= {"steps": 1, "device": "cpu", "threads": 1, "adapter": {"rank": 2}}

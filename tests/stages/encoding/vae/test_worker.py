@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -42,33 +43,39 @@ def pixels(path: Path) -> torch.Tensor:
 
 
 @cache
-def load_vae(family: str, path: str) -> torch.nn.Module:
+def load_vae(family: str, path: str) -> Any:
     return VAES[family].from_pretrained(Path(path) / "vae").eval()
 
 
+@cache
 @torch.no_grad()
-def reference(home, pixels_BCTHW: torch.Tensor, name: str, purpose: str) -> torch.Tensor:
+def encode_file(family: str, folder: str, path: Path, frames: int) -> Any:
+    """The posterior of the first frames."""
+    pixels_BCTHW = pixels(path)[:, :, :frames]
+    vae, is_image = load_vae(family, folder), family == "kandinsky5-image"
+    return vae.encode(pixels_BCTHW[:, :, 0] if is_image else pixels_BCTHW).latent_dist
+
+
+def reference(home, path: Path, frames: int, name: str, purpose: str) -> torch.Tensor:
     """latents_BCTHW with the posterior's noise of this sample and purpose."""
-    settings = home.settings["model"]
-    vae = load_vae(settings["family"], settings["path"])
-    image = settings["family"] == "kandinsky5-image"
-    posterior = vae.encode(pixels_BCTHW[:, :, 0] if image else pixels_BCTHW).latent_dist
-    latents = posterior.sample(torch.Generator().manual_seed(derive_seed(name, purpose))) * vae.config.scaling_factor
-    return latents[:, :, None] if image else latents
+    model = home.settings["model"]["family"], home.settings["model"]["path"]
+    noise = torch.Generator().manual_seed(derive_seed(name, purpose))
+    latents = encode_file(*model, path, frames).sample(noise) * load_vae(*model).config.scaling_factor
+    return latents[:, :, None] if latents.ndim == 4 else latents
 
 
 def differences(home, row: ShardRow, files: list[Path], conditions: list[Path]) -> tuple[float, float]:
     """Differences of the stored latent and its condition from the latents of the nearest file."""
 
-    def least(name: str, purpose: str, clips: list[torch.Tensor]) -> float:
-        result = [reference(home, clip, row.id, purpose) for clip in clips]
+    def least(name: str, purpose: str, paths: list[Path], frames: int) -> float:
+        result = [reference(home, path, frames, row.id, purpose) for path in paths]
         return min((tensor(row, name) - latents).abs().max().item() for latents in result)
 
-    latent = least("latent", "latent", [pixels(path) for path in files])
+    latent = least("latent", "latent", files, 9)
     if not conditions:
         assert row.tensors.get("condition") is None
         return latent, 0.0
-    return latent, least("condition", "condition", [pixels(path)[:, :, :1] for path in conditions])
+    return latent, least("condition", "condition", conditions, 1)
 
 
 @pytest.mark.slow
