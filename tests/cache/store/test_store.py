@@ -1,4 +1,5 @@
 import os
+import signal
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from cache.store.store import Store
 from schemas.json_records import Record
-from tests.cache.store.test_full_disk import run
+from tests.processes import in_child
 
 
 @pytest.fixture(params=["path", "file-url", "memory"])
@@ -130,17 +131,15 @@ def test_a_body_that_fails_leaves_nothing(store, tmp_path):
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-@pytest.mark.slow
 def test_a_process_killed_before_the_rename_leaves_what_sweep_removes(tmp_path):
     store = Store(tmp_path)
     store.publish_bytes("a/kept", b"old")
-    code = f"""
-        import os, signal
-        import cache.store.files, cache.store.store as module
+
+    def replace_and_die() -> None:
         cache.store.files.replace = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
-        module.Store({str(tmp_path)!r}).publish_bytes("a/kept", b"new")
-    """
-    assert run(code).returncode == -9
+        Store(tmp_path).publish_bytes("a/kept", b"new")
+
+    assert in_child(replace_and_die) == -signal.SIGKILL
     assert store.list_names("") == ["a/kept"] and store.read_bytes("a/kept") == b"old"
     assert len(os.listdir(tmp_path / "a")) == 2
     assert store.remove_stale_temps(older_than_s=3600) == []
