@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.buckets import photograph_sizes
@@ -97,7 +97,6 @@ shapes = st.tuples(st.integers(500, 2600), st.integers(500, 2600))
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
 @given(
     st.lists(shapes, min_size=1, max_size=12),
     st.sampled_from([256, 480, 512, 700]),

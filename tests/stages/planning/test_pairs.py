@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from schemas.geometry import Bucket
@@ -33,7 +33,6 @@ def window(geometry: dict[str, Any]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
 @given(
     st.tuples(st.integers(64, 4000), st.integers(64, 4000)),
     st.floats(0.2, 4),
@@ -55,7 +54,6 @@ def test_source_and_target_show_the_same_part(target, scale, aspect, style, crop
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
 @given(st.tuples(st.integers(64, 4000), st.integers(64, 4000)), st.floats(1.05, 3), st.booleans())
 def test_a_source_of_another_aspect_is_cut_for_itself_and_named(target, aspect, downsampled: bool) -> None:
     source = round(target[0] * aspect), target[1]

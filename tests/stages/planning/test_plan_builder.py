@@ -4,7 +4,7 @@ import random
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.config.pipeline import Config
@@ -29,7 +29,6 @@ from tests.stages.planning.draft_plans import (
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=30), st.randoms())
 def test_the_order_of_listing_changes_no_sample_text_or_unit(
     pixel_sizes: list[tuple[int, int]], shuffler: random.Random
@@ -43,7 +42,6 @@ def test_the_order_of_listing_changes_no_sample_text_or_unit(
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=30), sizes, st.sampled_from(["center", "random", "corner"]))
 def test_an_added_file_changes_no_other_sample(pixel_sizes, added, style):
     rows = [row(number, *size) for number, size in enumerate(pixel_sizes)]
@@ -54,7 +52,6 @@ def test_an_added_file_changes_no_other_sample(pixel_sizes, added, style):
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=40), st.floats(0.01, 4))
 def test_units_hold_each_sample_once_in_one_bucket_and_within_the_size(pixel_sizes: list, unit_mib: float):
     plan = plan_rows(config(), [row(n, *size) for n, size in enumerate(pixel_sizes)])
@@ -74,7 +71,6 @@ def test_units_hold_each_sample_once_in_one_bucket_and_within_the_size(pixel_siz
 
 
 @pytest.mark.long
-@settings(max_examples=20, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=20), st.booleans())
 def test_a_list_of_resolutions_plans_what_each_of_them_plans(pixel_sizes: list, upscale: bool):
     """128 twice, and 120 with most buckets of 128."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.identity import hash_json
@@ -43,7 +43,6 @@ images = st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.s
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
 @given(st.lists(images, min_size=1, max_size=30), st.floats(0.02, 4), st.randoms())
 def test_the_texts_of_an_image_stand_together(found: list, unit_mib: float, shuffler: random.Random) -> None:
     rows = {row["text_id"]: row for *image, lengths in found for row in (text(*image, n) for n in {0, *lengths})}

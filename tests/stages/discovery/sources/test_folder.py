@@ -197,7 +197,7 @@ names = st.text(
 ).filter(lambda name: name.strip(".") and not name.startswith("."))
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sets(names, min_size=1, max_size=6), st.sampled_from([".png", ".Jpg", ".txt", ".md", ""]))
 def test_any_names_are_listed_as_a_plain_walk_finds_them(tmp_path_factory, stems: set[str], ending: str) -> None:
     folder = tmp_path_factory.mktemp("tree")
