@@ -5,6 +5,7 @@ import pytest
 from schemas.config.loading import load_config
 from stages.configuring.choice import FOLDER, list_recipes
 from stages.configuring.duration import TIMES, describe_duration, likely_cards, step_operations, step_seconds
+from tests.forms import long
 
 
 @pytest.mark.parametrize("row", TIMES["published"], ids=lambda row: row["model"])
@@ -13,7 +14,7 @@ def test_a_published_step_time_is_in_the_range(row: dict) -> None:
     assert low <= row["seconds"] <= high <= 4 * low
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", [name if n % 4 == 0 else long(name) for n, name in enumerate(list_recipes())])
 def test_a_recipe_has_a_time_that_grows_with_its_steps(name: str) -> None:
     config = load_config(FOLDER / f"{name}.yaml")
     more = config.changed(train=config.train.changed(accumulate=2 * config.train.accumulate))
