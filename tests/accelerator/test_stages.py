@@ -188,8 +188,8 @@ def test_captions(project, tiny, tmp_path, name) -> None:
 
 
 LATENTS = {
-    "kandinsky5-image-t2i": (16, 1, 8, 8),
-    "kandinsky5-video-t2v": (16, 3, 8, 8),
+    "kandinsky5-image-t2i": (16, 1, 4, 4),
+    "kandinsky5-video-t2v": (16, 2, 4, 4),
     "sana": (32, 1, 2, 2),
 }
 

@@ -27,7 +27,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 AVERAGE = {"decay": 0.5, "warmup": "none", "validate": True}
 PLAIN = {"gradient_checkpointing": False}
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": PLAIN,
+    "plain": {**PLAIN, "accumulate": 1},
     "activations": {**PLAIN, "offload": {"activations": True}},
     "checkpointed": {"gradient_checkpointing_interval": 2},
     "blocks": {"offload": {"blocks": True}},

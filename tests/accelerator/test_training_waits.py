@@ -42,9 +42,9 @@ def make(make_config, make_set) -> Callable[..., Config]:
 
 
 def waits_of_a_step(config: Config) -> Counter:
-    """Of the fourth step, when what is made once is there."""
+    """Of the third step, when what is made once is there."""
     run, earlier = prepared(config), None
-    for number in range(4):
+    for number in range(3):
         data = run.loader.step(number)
         with counting() as counts:
             earlier = loop.train_step(run, data, earlier)

@@ -106,7 +106,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 @pytest.fixture
 def make_config(tmp_path: Path, checkpoints: Callable[[str], Path]) -> Callable[..., Config]:
-    """make_config(kind, **train settings): a configuration with root and output under tmp_path, on a CPU."""
+    """make_config(kind, **train settings): a configuration with root and output under tmp_path, on a CPU; without
+    validation, unless it is given."""
 
     def make(kind: str = "t2i", *, name: str = "work", validation: dict | None = None, **train: Any) -> Config:
         row, spec = row_of(kind), row_of(kind).spec
@@ -130,7 +131,7 @@ def make_config(tmp_path: Path, checkpoints: Callable[[str], Path]) -> Callable[
                 },
                 "datasets": [dataset],
                 "train": train,
-                "validation": {"eval_samples": 0, "every": 1000, "steps": 2, **(validation or {})},
+                "validation": {"eval_samples": 0, "every": 1000 if validation else 0, "steps": 2, **(validation or {})},
             }
         )
 

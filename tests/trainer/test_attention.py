@@ -83,7 +83,7 @@ def test_the_kernels_of_the_validation_prompts_are_theirs_alone(ready) -> None:
     latents, kernels = {}, {}
     for name in (None, "auto", "cudnn"):
         prompts = [{"name": "one", "prompt": "as the set has it"}]
-        validation = {"attention": name, "prompts": prompts, "steps": 2, "eval_samples": 0}
+        validation = {"attention": name, "prompts": prompts, "steps": 1, "eval_samples": 0}
         config = ready("t2i", name=str(name), validation=validation, steps=1, adapter={"rank": 2})
         run = prepared(config)
         with KernelCount() as kernel_counts:

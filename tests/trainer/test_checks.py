@@ -149,7 +149,8 @@ def test_weights_and_biases_without_a_key_is_refused(home: Project, monkeypatch:
 
 
 @pytest.mark.slow
-def test_what_can_be_trained_passes(home: Project) -> None:
+def test_what_can_be_trained_passes(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert home.run(checks.run).exit_code == 0
     home.run(checks.run, "model.path=owner/name")
     assert "the model is not checked before training" in home.said

@@ -8,27 +8,19 @@ import diffusers
 import pytest
 import torch
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.trainset import TrainSet
-from tests.trainer.runs import opened, plain_batch, plan_batches, train
+from tests.trainer.runs import plain_batch, prepared
+from trainer import train as loop
 from trainer.batch import Batch
 from trainer.data import BatchLoader
 from trainer.families.base import module_of
 from trainer.families.kandinsky5 import Kandinsky5
 from trainer.noise import seeded_noise
-from trainer.run import metrics
 
 pytestmark = pytest.mark.slow
 
 #: An adapter, given frames, full rank.
 KINDS = ["t2i", "i2v", "sana"]
 ADAPTERS = {"sana": {"type": "full"}}
-
-
-def trained(config) -> tuple[TrainSet, BatchSchedule]:
-    train(config)
-    data = opened(config)
-    return data, plan_batches(config, data)
 
 
 def stock_transformer(config):
@@ -49,8 +41,8 @@ def test_the_loss_is_the_definition(ready, kind, shift) -> None:
     chosen |= {"timesteps": spread | {"auto_shift": True}} if kind == "t2i" else {"timesteps": spread, "shift": shift}
     more = chosen if shift else {}
     config = ready(kind, steps=1, caption_dropout=0.0, adapter=ADAPTERS.get(kind, {"rank": 2}), **more)
-    data, plan = trained(config)
-    (part,) = BatchLoader(data, plan, 0.0, low_discrepancy=bool(more)).step(0).micro_batches
+    run = prepared(config)
+    (part,) = BatchLoader(run.loader.data, run.loader.schedule, 0.0, low_discrepancy=bool(more)).step(0).micro_batches
     noise, drawn = part.noise_BCTHW, part.uniform_B
     modes = 1 - drawn - 1.29 * (torch.cos(torch.pi * drawn / 2) ** 2 - 1 + drawn)
     u = modes if more else torch.sigmoid(torch.special.ndtri(drawn))
@@ -59,8 +51,8 @@ def test_the_loss_is_the_definition(ready, kind, shift) -> None:
     factor = min((1 - sigma.item()) ** 2, 5 * sigma.item() ** 2) if more else 1
     huber = lambda error: 2 * 0.5 * ((error.square() + 0.25).sqrt() - 0.5)  # noqa: E731
     expected = factor * defined_loss(config, part.batch, noise, sigma, huber if more else torch.square)
-    (line,) = (line for line in metrics.read_metrics(config.run_folder / "metrics.jsonl") if "loss" in line)
-    assert line["loss"] == pytest.approx(expected, rel=1e-4 if more else 1e-5)
+    found = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))["loss"]
+    assert found == pytest.approx(expected, rel=1e-4 if more else 1e-5)
 
 
 def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor, cost=torch.square) -> float:
@@ -81,8 +73,9 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
     """Before the first step, where a LoRA changes nothing; each sample's noise depends on its identity alone."""
     look = {"eval_samples": 2, "eval_sigmas": [0.25, 0.75], "seed": 3}
     config = ready(kind, validation=look, steps=1, adapter=ADAPTERS.get(kind, {"rank": 2}))
-    data, _ = trained(config)
-    first = next(line for line in metrics.read_metrics(config.run_folder / "metrics.jsonl") if line["step"] == 0)
+    run, rows = prepared(config), list[dict]()
+    loop.validate(run, lambda row, latent=True: rows.append(row), 0)
+    (first,), data = rows, run.loader.data
     by_bucket: dict[str, list[float]] = {}
     for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
         losses = []

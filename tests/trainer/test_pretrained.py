@@ -33,7 +33,8 @@ def test_whatever_loads_weights_asks_for_safetensors() -> None:
     """Also for future code: only tokenizers, processors and configs, which have no weights, are loaded without it."""
     result = []
     for path in (path for top in ("cache", "stages", "trainer") for path in sorted((ROOT / top).rglob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "from_pretrained" in text else ():
             if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "from_pretrained":
                 continue
             options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}

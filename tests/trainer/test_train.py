@@ -74,10 +74,12 @@ def test_a_run_leaves_what_it_promises(ready, kind) -> None:
 
 
 @pytest.mark.slow
-def test_accumulation_equals_one_large_batch(ready) -> None:
+def test_accumulation_equals_one_large_batch(ready, is_long) -> None:
     """The same loss within 1e-5 and the same gradient norm within 1e-3, for any division of the global batch."""
     runs = []
-    for name, batch, accumulate in (("one", 4, 1), ("two", 2, 2), ("four", 1, 4)):
+    for name, batch, accumulate in (
+        (("one", 4, 1), ("two", 2, 2), ("four", 1, 4)) if is_long else (("one", 4, 1), ("two", 2, 2))
+    ):
         config = ready("t2i", name=name, batch_size=batch, accumulate=accumulate, steps=2)
         train(config)
         runs.append((lines(config), lines(config, "grad_norm")))
@@ -113,8 +115,8 @@ def test_two_processes_train_as_one(make_config, make_set, helpers, tmp_path, mo
         return real(*parts)
 
     monkeypatch.setattr(validation, "compute_eval_loss", compute_eval_loss)
-    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 4}
-    common = {"steps": 4, "caption_dropout": 0.3, "adapter": {"rank": 4}, "batch_size": 2, "validation": look}
+    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2, "steps": 1}
+    common = {"steps": 2, "caption_dropout": 0.3, "adapter": {"rank": 4}, "batch_size": 2, "validation": look}
     common |= {"ema": {"decay": 0.5, "warmup": "none", "validate": True}}
     alone = make_config("t2i", name="alone", accumulate=4, **common)
     two = make_config("t2i", name="two", accumulate=2, **common)
@@ -123,18 +125,18 @@ def test_two_processes_train_as_one(make_config, make_set, helpers, tmp_path, mo
     make_set(alone, items, null, prompts)
     make_set(two, items, null, prompts)
     train(alone)
-    assert on_two_ranks(write(two, tmp_path))["done"] == 4, "one report, from rank 0"
+    assert on_two_ranks(write(two, tmp_path))["done"] == 2, "one report, from rank 0"
     assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
     assert len(list(entered.iterdir())) == 3, "this process and both ranks"
     rows = metrics.read_metrics(two.run_folder / "metrics.jsonl")
-    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 4]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 2]
     for step, losses in lines(alone, "loss_by_sigma").items():
         assert lines(two, "loss_by_sigma")[step] == pytest.approx(losses, rel=1e-5)
         assert lines(two, "loss_by_bucket")[step] == pytest.approx(lines(alone, "loss_by_bucket")[step], rel=1e-5)
     assert lines(two, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-4)
-    check_shown(two, alone, 4)
+    check_shown(two, alone, 2)
     check_result(two, alone)
-    longer = {**common, "steps": 6}
+    longer = {**common, "steps": 3, "validation": {}}
     for name in ("alone", "two"):
         train(make_config("t2i", name=name, accumulate=4, **longer))
     assert lines(two) == pytest.approx(lines(alone), rel=1e-4)
@@ -292,7 +294,7 @@ def test_damage_stops_training_before_a_gradient(ready, program, monkeypatch) ->
 
 @pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_config, monkeypatch) -> None:
-    config = ready("t2i", steps=8, max_non_finite_steps=2)
+    config = ready("t2i", steps=5, max_non_finite_steps=2)
     bad_steps = {1, 3}
     real = flow.loss_per_sample
     calls = iter(range(100))
@@ -301,9 +303,9 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_conf
     )
     assert train(config)["non_finite_steps"] == 2
     losses = lines(config)
-    assert losses[2] is None and losses[4] is None and losses[8] is not None
+    assert losses[2] is None and losses[4] is None and losses[5] is not None
     assert all(value.isfinite().all() for value in trained_weights(config).values())
-    assert train(make_config("t2i", steps=9, max_non_finite_steps=2))["non_finite_steps"] == 2, (
+    assert train(make_config("t2i", steps=6, max_non_finite_steps=2))["non_finite_steps"] == 2, (
         "counted before, and kept"
     )
     second = ready("t2i", name="other", steps=8, max_non_finite_steps=2)

@@ -42,18 +42,18 @@ AVERAGES = {
 def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -> None:
     """A resumed run and a run without validation end with the same weights and state; the result is the average, which
     is recorded."""
-    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
-    settings = {"checkpoint_every": 2, "adapter": {"rank": 2}, **AVERAGES[weights]}
-    full_run = ready("t2i", name="whole", steps=4, validation=look, **settings)
+    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 1, "steps": 1}
+    settings = {"checkpoint_every": 1, "adapter": {"rank": 2}, **AVERAGES[weights]}
+    full_run = ready("t2i", name="whole", steps=2, validation=look, **settings)
     result = loop.train_loop(prepared(full_run))
-    cut = ready("t2i", name="cut", steps=2, **settings)
+    cut = ready("t2i", name="cut", steps=1, **settings)
     loop.train_loop(prepared(cut))
-    more = make_config("t2i", name="cut", steps=4, **settings)
-    assert loop.train_loop(prepared(more))["skipped"] == 2
-    for first, second in zip(checkpoint(full_run, 4), checkpoint(more, 4), strict=True):
+    more = make_config("t2i", name="cut", steps=2, **settings)
+    assert loop.train_loop(prepared(more))["skipped"] == 1
+    for first, second in zip(checkpoint(full_run, 2), checkpoint(more, 2), strict=True):
         assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
-    trained, state = checkpoint(full_run, 4)
+    trained, state = checkpoint(full_run, 2)
     with safe_open(Path(result["saved"]) / "pytorch_lora_weights.safetensors", framework="pt") as file:
         assert file.metadata()["latentpress.weights"] == weights
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -67,9 +67,9 @@ def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -
     if weights == "ema":
         with pytest.raises(ResumeError, match=r"train\.ema"):
             loop.train_loop(prepared(more.model_copy(update={"train": more.train.model_copy(update={"ema": None})})))
-        plain = ready("t2i", name="plain", steps=4, validation=look, **{**settings, "ema": {"decay": 0.6}})
+        plain = ready("t2i", name="plain", steps=2, validation=look, **{**settings, "ema": {"decay": 0.6}})
         loop.train_loop(prepared(plain))
-        assert all(torch.equal(value, checkpoint(plain, 4)[0][name]) for name, value in trained.items())
+        assert all(torch.equal(value, checkpoint(plain, 2)[0][name]) for name, value in trained.items())
         ours, theirs = eval_losses(full_run), eval_losses(plain)
         assert ours[0] == theirs[0] and ours[-1] != theirs[-1], "with the average, if that is asked for"
 

@@ -225,8 +225,9 @@ def train_changes(settings: Train, ranks: int) -> list[tuple[str, dict[str, Any]
     changes: list[tuple[str, dict[str, Any]]] = [("gradient_checkpointing true of every block", every_block)]
     if settings.ema:
         changes.append(("ema.device cpu", {"ema": {"device": "cpu"}}))
-    changes.append(("offload.streams false", {"offload": {"streams": False}}))
-    changes.append(("offload.blocks_per_group 1", {"offload": {"blocks_per_group": 1}}))
+    if settings.offload.blocks:
+        changes.append(("offload.streams false", {"offload": {"streams": False}}))
+        changes.append(("offload.blocks_per_group 1", {"offload": {"blocks_per_group": 1}}))
     changes.append(("offload.activations true", {"offload": {"activations": True}}))
     if ranks == 1:
         changes.append(("offload.blocks true", {**every_block, "offload": {"blocks": True}}))

@@ -149,10 +149,10 @@ def write(
     [
         ("wan2.1-t2v", flat, "tensors", True),  # musubi-tuner
         ("flux2-klein", dotted, "", True),  # ai-toolkit, diffusion-pipe
-        ("flux2-klein", flat, "tensors", True),
+        long("flux2-klein", flat, "tensors", True),
         long("flux2-klein native", dotted, "", False),
         ("flux3 native", dotted, "", False),
-        ("flux3-i2i native", flat, "tensors", False),
+        long("flux3-i2i native", flat, "tensors", False),
         long("flux3 native blocks", dotted, "", True),
         long("flux3-i2i diffusers", dotted, "", True),
         ("flux3-i2i diffusers", diffusers, "header", True),  # SimpleTuner
@@ -164,7 +164,7 @@ def write(
         long("krea2 diffusers", dotted, "tensors", False),
         ("qwen-image-2.1 native", dotted, "", False),  # diffusion-pipe, ComfyUI
         long("qwen-image-2.1 native", flat, "tensors", False),
-        ("qwen-image-2.1 diffusers", flat, "tensors", False),  # musubi-tuner
+        long("qwen-image-2.1 diffusers", flat, "tensors", False),  # musubi-tuner
         long("qwen-image-2.1-i2i diffusers", dotted, "", True),  # ai-toolkit
         long("qwen-image-2.1 diffusers", diffusers, "header", True),  # SimpleTuner
         ("z-image qkv", dotted, "", False),  # diffusion-pipe

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from schemas.config.methods import Methods
+from tests.forms import long
 from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.methods import METHODS
@@ -61,7 +62,7 @@ def test_every_method_has_a_section_of_its_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [long(False), True])
 def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
     ready, make_config, tapping: Tapping, checkpointing: bool
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from schemas.config.methods import CREPA
+from tests.forms import long
 from tests.trainer.methods.crepa_by_hand import loss_by_hand
 from tests.trainer.runs import (
     lines,
@@ -54,11 +55,12 @@ CASES = {
     "rollout": ("t2v", {}, 1),
     "regularization": ("t2i", {}, 1),
 }
+LONG = ("t2v", "sana", "joint", "tread", "tread of a stream")
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [long(case) if case in LONG else case for case in CASES])
 def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, helpers, monkeypatch, case) -> None:
     kind, options, coarse = CASES[case]
     index = 1 if kind == "sana" else 0

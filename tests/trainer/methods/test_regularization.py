@@ -111,7 +111,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
     ("every", "settings", "message"),
     [
         (2, {"adapter": {"type": "full"}}, "train.adapter.type: full"),
-        (2, {"adapter": {"init_weights": "olora"}}, "train.adapter.init_weights: olora"),
+        long(2, {"adapter": {"init_weights": "olora"}}, "train.adapter.init_weights: olora"),
         (99, {"methods": {"regularization": {}}}, "needs regularization, which no sample of set set1 has"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
 ) -> None:
     """Bit for bit, with dropout in the adapter, and with the validation of the step at which it stopped."""
     common = {"caption_dropout": 0.3, "adapter": DROPOUT, "batch_size": 2, "steps": 5, "checkpoint_every": 100}
-    common |= {"validation": {"eval_samples": 2, "eval_sigmas": [0.5], "every": 3}}
+    common |= {"validation": {"eval_samples": 2, "eval_sigmas": [0.5], "every": 3, "steps": 1}}
     full_run, cut = (make_config("t2i", name=name, **common) for name in ("whole", "cut"))
     make_set(full_run)
     make_set(cut)
@@ -159,7 +159,7 @@ def test_while_the_model_is_loaded_it_ends_at_once(ready, program, monkeypatch) 
 
 def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, program, monkeypatch) -> None:
     """At step 2, and at the last step, after which only the result is missing."""
-    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
+    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2, "steps": 1}
     config = ready("t2i", steps=4, checkpoint_every=100, validation=look)
     real = loop.validation.write_validation_latents
 

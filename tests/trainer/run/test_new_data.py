@@ -66,16 +66,16 @@ def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_se
 
 
 def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, make_set, helpers) -> None:
-    config = ready("t2i", steps=2)
+    config = ready("t2i", steps=1)
     train(config)
     write_set(make_set, helpers, config, "set2", seed=1)
     with pytest.raises(ResumeError, match=r"training data: set set1 with 12 samples .* set set2") as caught:
-        train(make_config("t2i", steps=3))
+        train(make_config("t2i", steps=2))
     command = "latentpress train --set train.on_new_data=continue"
     assert all(text in caught.value.next_step for text in (command, "train.adapter.init_from"))
     with pytest.raises(ResumeError, match=r"train\.seed: 0 in"):
-        train(make_config("t2i", steps=3, seed=1, on_new_data="continue"))
-    assert train(make_config("t2i", steps=3, on_new_data="continue"))["done"] == 1
+        train(make_config("t2i", steps=2, seed=1, on_new_data="continue"))
+    assert train(make_config("t2i", steps=2, on_new_data="continue"))["done"] == 1
 
 
 @pytest.mark.long
@@ -106,7 +106,7 @@ def change(store: Store, rel: str, edit) -> None:
     "case", ["other encoders", "trained sample", "trained media", "set is gone", long("gone before")]
 )
 def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, helpers, case: str) -> None:
-    config, longer = (make_config("t2i", steps=steps, on_new_data="continue") for steps in (2, 3))
+    config, longer = (make_config("t2i", steps=steps, on_new_data="continue") for steps in (1, 2))
     store = Store(config.root)
     make_set(config)
     train(config)
@@ -140,10 +140,10 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, helpers, c
     if case == "gone before":  # compared before, and removed later: a run that was resumed does not end
         train(longer)
         store.remove("sets/set1/set.json")
-        assert train(make_config("t2i", steps=4, on_new_data="continue"))["done"] == 1
+        assert train(make_config("t2i", steps=3, on_new_data="continue"))["done"] == 1
         change(store, "sets/set2/index.arrow", lambda rows: rows[-1].update(sample_id="set1-sample3"))
         with pytest.raises(ResumeError, match="was trained on set set1, which is missing"):
-            train(make_config("t2i", steps=5, on_new_data="continue"))
+            train(make_config("t2i", steps=4, on_new_data="continue"))
         return
     with pytest.raises(ResumeError, match=messages[case]):
         train(longer)
