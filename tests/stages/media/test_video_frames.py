@@ -54,6 +54,7 @@ TRANSPARENT = {
 LIKE_OTHERS = ("vp9.webm", "ffv1.mkv", "animation.mov")  # in their decoder, or in their layout of pixels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [long(name) if name in LIKE_OTHERS else name for name in TRANSPARENT])
 def test_transparent_parts_of_a_video_are_white_and_in_a_mask_black(tmp_path, name):
     path = see_through(tmp_path / name, TRANSPARENT[name])
