@@ -28,19 +28,21 @@ SMALL = {"size": 84, "frames": 3, "precision": "float32"}
 
 
 @pytest.fixture
-def home(project: Any, tiny: Any) -> Project:
+def home(project: Any, tiny: Any, built: Any) -> Project:
     """Photographs of several shapes, a copy of one under another name, and a clip."""
     home_project = project("kandinsky5-video-t2v", features={"model": str(tiny("dinov2")), **SMALL})
     home_project.settings["stages"] |= {"features": {"threads": 1, "readers": 1}}
-    home_project.media.mkdir(parents=True, exist_ok=True)
+    return built(home_project, _discover_photographs)
+
+
+def _discover_photographs(home: Project) -> None:
     for name in ("chelsea.png", "coffee.png", "camera.png", "astronaut.png"):
-        Image.open(packaged("skimage", "data") / name).convert("RGB").reduce(2).save(home_project.media / name)
-        (home_project.media / name).with_suffix(".txt").write_text(name)
-    shutil.copyfile(home_project.media / "coffee.png", home_project.media / "again.png")
-    (home_project.media / "again.txt").write_text("coffee")
-    home_project.video("clip.mp4", frames=24)
-    home_project.run(discover.run)
-    return home_project
+        Image.open(packaged("skimage", "data") / name).convert("RGB").reduce(4).save(home.media / name)
+        (home.media / name).with_suffix(".txt").write_text(name)
+    shutil.copyfile(home.media / "coffee.png", home.media / "again.png")
+    (home.media / "again.txt").write_text("coffee")
+    home.video("clip.mp4", frames=24)
+    home.run(discover.run)
 
 
 def rows(home: Project) -> dict[str, ShardRow]:
