@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,17 @@ class Outcome:
         config = self.home.config(*self.overrides)
         return {row["path"]: row for row in current_plan(Store(config.root), config).active.to_pylist()}
 
+    @cached_property
+    def pictures(self) -> list[tuple[str, str]]:
+        """Data and description of each picture on the page."""
+        found = re.findall(r'<img src="data:image/webp;base64,([^"]+)" [^>]*alt="([^"]*)">', self.page)
+        return [(data, html.unescape(said)) for data, said in found]
+
     def strip(self, path: str) -> list[np.ndarray]:
         """The pictures of an item on the page, as they are cut; a clip's in order."""
         seen = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in path)
-        alt = rf"cropped to \S+: (?:[\d.]+ s of )?{re.escape(seen)}"
-        images = re.findall(r'<img src="data:image/webp;base64,([^"]+)" [^>]*alt="([^"]*)">', self.page)
-        found = [base64.b64decode(data) for data, said in images if re.fullmatch(alt, html.unescape(said))]
+        alt = re.compile(rf"cropped to \S+: (?:[\d.]+ s of )?{re.escape(seen)}")
+        found = [base64.b64decode(data) for data, said in self.pictures if alt.fullmatch(said)]
         return [np.asarray(Image.open(io.BytesIO(data)).convert("RGB")) for data in found]
 
 
