@@ -19,7 +19,7 @@ from tests.foreign_examples import SIMPLETUNER
 from tests.project import Project
 from tests.stages.ui_server import UiServer, projects_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 
 @pytest.fixture
