@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stages.pages.ui import serve
 from stages.pages.ui.app import Site
 from stages.pages.ui.guard import COOKIE_S, Token, find_refusal, list_names
 from tests.background import until
+from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
 from tests.stages.report_run import FakeRun, step_line
@@ -33,13 +35,17 @@ def home(project: Callable[..., Project]) -> Project:
     return home_project
 
 
-@pytest.mark.slow
-def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
+def test_a_stage_is_started_once_and_has_a_log(
+    server: UiServer, forked_programs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = tmp_path / "goes-on"
+    monkeypatch.setattr(ForkedProgram, "prepare", partial(until, goes_on.exists, "the other answers"))
     assert server.post("/jobs/discover/start").json == {"message": "discover was started"}
     second_answer = server.post("/jobs/discover/start")
     assert second_answer.status == 409 and "discover is already running" in second_answer.json["error"]
     conflict = server.post("/jobs/run/start")
     assert conflict.status == 409 and "discover" in conflict.json["error"]
+    goes_on.touch()
     ended = server.wait_for_end("discover")
     assert ended.exit_code == 0
     assert "discover: 1 done" in server.get("/logs/discover").text
