@@ -103,7 +103,7 @@ def age(paths: list[Path], seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [name if name in ("decode", "push") else long(name) for name in PROGRAMS])
+@pytest.mark.parametrize("program", [name if name == "decode" else long(name) for name in PROGRAMS])
 def test_what_a_killed_program_leaves_is_not_shown_and_is_removed(home: Project, program: str) -> None:
     run, name = PROGRAMS[program]
     kill_while_it_writes(home, run, name, **({"dry_run": True} if program == "push" else {}))

@@ -14,6 +14,7 @@ from schemas.config.loading import load_config
 from stages import new
 from stages.configuring import questions
 from stages.configuring.text import write_file
+from tests.forms import long
 from tests.project import Project
 from tests.reports import odd_keys
 from tests.terminal import run_in_terminal
@@ -91,7 +92,7 @@ def test_a_recipe_is_taken_as_it_is(photos: Path, call: Call, monkeypatch: pytes
     assert code == 0 and report["details"]["answers"]["card_gib"] == 24.0
 
 
-@pytest.mark.parametrize(("card", "fits"), [("16", "it fits"), ("6", "barely"), ("5", "does not")])
+@pytest.mark.parametrize(("card", "fits"), [("16", "it fits"), long("6", "barely"), ("5", "does not")])
 def test_whether_the_choice_fits_the_card(photos: Path, call: Call, card: str, fits: str) -> None:
     _, report, said = call(photos, "--yes", "--card", card, "--dry-run")
     assert fits in report["details"]["memory"] and ("--family" in said) == (card != "16")

@@ -114,7 +114,7 @@ def test_single_files_give_the_shards_and_losses_of_their_folder(
     for part in PARTS:
         (stored,) = (checkpoint / part).glob("*.safetensors")
         shutil.copyfile(stored, places[part])
-        assert files.run(encode_text.run).done == files.run(encode_latents.run).done == 0
+    assert files.run(encode_text.run).done == files.run(encode_latents.run).done == 0
     assert files.run(train, "train.steps=3").exit_code == 0
 
 
