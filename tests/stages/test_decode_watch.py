@@ -38,7 +38,7 @@ def picture(home: Project, name: str, step: int = 3) -> Path:
 
 
 def add(home: Project, name: str, step: int = 3, seed: int = 0) -> Path:
-    latent = np.random.default_rng(seed).standard_normal((16, 1, 8, 8)).astype(np.float32)
+    latent = np.random.default_rng(seed).standard_normal((16, 1, 2, 2)).astype(np.float32)
     return write_latent(home, name, latent, FAMILY, step)
 
 
