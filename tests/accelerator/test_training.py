@@ -53,7 +53,7 @@ def make(make_config, make_set) -> Callable[..., Config]:
     """make(kind, device, **options of training): a run of two steps of several buckets, which validates twice."""
 
     def get(kind: str, device: str, name: str | None = None, every: int = 2, **options: Any) -> Config:
-        look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": every}
+        look = {"eval_samples": 1, "eval_sigmas": [0.5], "every": every}
         settings = {"steps": 2, "batch_size": 2, "accumulate": 2}
         settings |= {"experts": "low"} if kind.startswith("wan-a14b") else {}  # in whose range the sigmas are
         config = make_config(kind, name=name or device, validation=look, **settings | {"device": device} | options)

@@ -109,9 +109,9 @@ def test_the_kernels_of_the_validation_prompts_are_theirs_alone(ready) -> None:
         ("sana", {"attention": "cudnn"}, {}, "self-attention is linear"),
         ("nabla", {"attention": "cudnn"}, {}, r"sparse \(NABLA\), which flex attention computes"),
         ("z-image", {"attention": "flash", "batch_size": 2}, {}, "no mask, and z-image masks the padding of texts"),
-        ("z-image", {"attention": "flash"}, {}, "Please install `flash-attn"),
+        long("z-image", {"attention": "flash"}, {}, "Please install `flash-attn"),
         ("z-image", {"attention": "flash-varlen", "batch_size": 2}, {}, "flash-varlen can't compute attention on cpu"),
-        ("z-image", {"batch_size": 2}, {"attention": "sage"}, "install `sageattention"),
+        long("z-image", {"batch_size": 2}, {"attention": "sage"}, "install `sageattention"),
     ],
 )
 def test_what_can_not_be_is_refused_before_a_model_is_loaded(

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from schemas.catalog import FAMILIES
 from schemas.config.validation import Validation, validation_samples
-from tests.trainer.runs import moved, train
+from tests.trainer.runs import moved, prepared
+from trainer import train as loop
 from trainer.families.base import module_of
 from trainer.validation import divide_samples, load_scheduler
 
@@ -30,8 +31,7 @@ def test_a_distilled_checkpoint_has_its_own_noise_levels(ready, tmp_path) -> Non
     own = own.model_copy(update={"output": str(tmp_path / "own")})
     latents = dict[tuple[str, int], torch.Tensor]()
     for name, config in (("plain", plain), ("own", own)):
-        config = config.model_copy(update={"validation": config.validation.changed(every=1)})
-        train(config)
+        loop.validate(prepared(config), lambda *_: None, 0)
         for count in (2, 3):
             file = config.run_folder / f"validation/step-000000/one_{count}steps.safetensors"
             latents[name, count] = load_file(file)["latent"]
@@ -58,8 +58,8 @@ def test_ranks_denoise_equally_often_and_every_sample_counts_once() -> None:
 def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(ready) -> None:
     look = {"eval_samples": 0, "steps": 2, "seed": [3, 4], "guidance": [1, 2.5]}
     prompt = {"name": "one", "prompt": "of the configuration", "seed": [4, 5]}
-    config = ready("t2i", steps=1, validation={**look, "prompts": [prompt]})
-    train(config)
+    config = ready("t2i", validation={**look, "prompts": [prompt]})
+    loop.validate(prepared(config), lambda *_: None, 1)
     result = {}
     for path in (config.run_folder / "validation" / "step-000001").iterdir():
         with safe_open(path, framework="pt") as file:

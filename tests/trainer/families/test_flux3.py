@@ -13,6 +13,7 @@ from schemas.config.encoding import Model
 from schemas.config.training import Adapter
 from tests.conformance import modular
 from tests.conformance.flavours import tokens
+from tests.forms import long
 from tests.trainer.families.batches import by_batch_and_alone
 from tests.trainer.families.test_flux2 import begin, end
 from tests.trainer.pipelines import make_batch, random
@@ -34,7 +35,7 @@ def stock(model: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["flux3", "flux3-i2i"])
+@pytest.mark.parametrize("kind", [long("flux3"), "flux3-i2i"])
 def test_texts_with_different_windows_do_not_change_each_other(tiny, kind) -> None:
     """Losses and gradients, alone by diffusers' own classes, and with blocks that are computed again."""
     task = "i2i" if kind.endswith("i2i") else "t2i"

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,17 +142,13 @@ def test_a_share_that_drops_no_token_changes_no_bit(start, kind) -> None:
 
 def kept_in_steps(run: loop.TrainState, steps: int) -> list[torch.Tensor]:
     """(B, K) of each micro-batch, of the first route."""
-    kept, around = [], run.methods["tread"].around
-
-    @contextmanager
-    def noting(step):
-        with around(step):
+    kept = []
+    for number in range(steps):
+        for part in run.loader.step(number).micro_batches:
+            step = loop.start_step(run, number, part)
+            with torch.no_grad(), run.methods["tread"].around(step):
+                run.denoiser(step.noisy_BCTHW, step.sigma_B, step.batch)
             kept.append(step.kept_tokens[0])
-            yield
-
-    run.methods["tread"].around = noting
-    for step in range(steps):
-        loop.train_step(run, run.loader.step(step))
     return kept
 
 

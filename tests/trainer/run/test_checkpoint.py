@@ -71,14 +71,14 @@ def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypa
 
 
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
-def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+def test_any_flipped_bit_is_found(tmp_path: Path, often, name: str) -> None:
     """The run resumes from the previous checkpoint. A few flips have no effect: white space of the manifest."""
     parameters, optimizer, _ = trained(2)
     for number in (1, 2):
         last = saved_at(tmp_path, number, parameters, optimizer, {"seed": 0})
     content = (last / name).read_bytes()
     before = resume.read_checkpoint(last, verify=True)
-    for bit in range(0, len(content) * 8, 3):
+    for bit in range(0, len(content) * 8, often(11, 3)):
         raw = bytearray(content)
         raw[bit // 8] ^= 1 << bit % 8
         (last / name).write_bytes(raw)

@@ -119,7 +119,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
     ready, tmp_path, forked_programs, program, monkeypatch, step, expected
 ) -> None:
     interrupted = tmp_path / "interrupted"
-    config = ready("t2i", steps=9, checkpoint_every=3)
+    config = ready("t2i", steps=7, checkpoint_every=3)
     with monkeypatch.context() as during:
         during.setattr(ForkedProgram, "prepare", partial(interrupt_at_step, step, interrupted))
         command = [sys.executable, "-m", "trainer", "--config", str(write(config, tmp_path)), "--json"]
@@ -131,8 +131,8 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
     assert started.returncode == INTERRUPTED and error["message"] == f"Ctrl-C ended train at once: {expected}"
     assert "every 3 steps (train.checkpoint_every)" in error["next_step"]
     assert checkpoints(config) == ([] if step == 3 else [3]) and read_failure(config.run_folder) is None
-    assert program(config)[1]["done"] == (9 if step == 3 else 6)
-    assert list(lines(config)) == list(range(1, 10)), "each step of the run as it stands, once"
+    assert program(config)[1]["done"] == (7 if step == 3 else 4)
+    assert list(lines(config)) == list(range(1, 8)), "each step of the run as it stands, once"
 
 
 def test_while_the_model_is_loaded_it_ends_at_once(ready, program, monkeypatch) -> None:

@@ -13,7 +13,10 @@ pytestmark = pytest.mark.slow
 
 def test_requests_are_served_once_after_the_step(ready, program, monkeypatch) -> None:
     config = ready(
-        "t2i", steps=9, checkpoint_every=100, validation={"eval_samples": 2, "eval_sigmas": [0.5], "every": 100}
+        "t2i",
+        steps=9,
+        checkpoint_every=100,
+        validation={"eval_samples": 2, "eval_sigmas": [0.5], "every": 100, "steps": 1},
     )
     config.run_folder.mkdir(parents=True, exist_ok=True)
     ask_trainer(config.run_folder, STOP)  # of an earlier trainer
