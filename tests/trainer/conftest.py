@@ -174,6 +174,12 @@ def program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 
 @pytest.fixture
+def quick_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions of memory have no activations, whose computation takes most of the time of a dry run."""
+    monkeypatch.setattr("trainer.memory.estimate.step_memory", lambda *_: (0, 0))
+
+
+@pytest.fixture
 def helpers() -> Any:
     """The classes and helpers above, for tests that make their own samples."""
     from types import SimpleNamespace

@@ -128,7 +128,7 @@ def test_what_can_not_be_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cudnn_is_math")
+@pytest.mark.usefixtures("cudnn_is_math", "quick_estimates")
 def test_a_dry_run_says_whether_kernels_can_be_used(ready, program, monkeypatch) -> None:
     """Refused kernels are not an error, because the dry run may be on a machine without the card."""
     validation = {"prompts": [{"name": "one", "prompt": "any"}], "attention": "cudnn"}

@@ -86,7 +86,7 @@ def test_an_output_that_cant_be_written_is_found_before_a_model_is_loaded(ready,
 
 
 @pytest.mark.slow
-def test_a_second_trainer_in_the_folder_refuses(ready, program) -> None:
+def test_a_second_trainer_in_the_folder_refuses(ready, program, quick_estimates) -> None:
     config = ready("t2i", steps=1)
     config.run_folder.mkdir(parents=True)
     with (config.run_folder / LOCK_NAME).open("w") as first:

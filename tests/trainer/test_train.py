@@ -334,7 +334,7 @@ def test_every_rank_checks_its_local_cache_for_the_steps_that_remain(ready, make
     assert sorted(calls.read_text().splitlines()) == sorted(expected)
 
 
-def test_dry_run_says_what_would_be_trained_and_what_may_not_be_meant(ready, program) -> None:
+def test_dry_run_says_what_would_be_trained_and_what_may_not_be_meant(ready, program, quick_estimates) -> None:
     validation = {"prompts": [{"name": "new", "prompt": "x"}]}
     config = ready("t2i", steps=40, batch_size=5, timesteps={"auto_shift": True}, validation=validation)
     code, report, log = program(config, dry_run=True)

@@ -25,6 +25,7 @@ SETTINGS = {"rank": 2, "alpha": 3.0, "rank_pattern": {r".*(to_q|to_query)": 4}}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_estimates")
 def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config, program, tmp_path) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 10, "steps": 1}
     first = ready("t2i", steps=1, validation=look, adapter=SETTINGS)

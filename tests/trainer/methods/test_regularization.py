@@ -115,6 +115,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
         (99, {"methods": {"regularization": {}}}, "needs regularization, which no sample of set set1 has"),
     ],
 )
+@pytest.mark.usefixtures("quick_estimates")
 def test_what_has_no_base_is_refused_before_a_model_is_loaded(
     make_config, make_set, helpers, tmp_path, capsys, monkeypatch, every, settings, message
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(ready, monkeypatch,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), long("sana", {"type": "full"})])
+@pytest.mark.usefixtures("quick_estimates")
 def test_killed_while_the_result_is_saved(ready, program, monkeypatch, kind, adapter) -> None:
     """The next start saves the result and trains nothing again; a second start does nothing."""
     config = ready(kind, steps=2, adapter=adapter)
