@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS = {"kandinsky5-image-i2i": "lokr", "sana": "full", "qwen-image": "full", "wan2.2-a14b-i2v": "full"}
-#: In the short form: a picture, a clip that is made of a picture, and a model in full rank.
-SHORT = ("kandinsky5-video-i2v", "sana", "z-image")
+#: In the short form: a clip that is made of a picture, and a picture of a model in full rank.
+SHORT = ("kandinsky5-video-i2v", "sana")
 KINDS = [kind if kind in SHORT else long(kind) for kind in ROWS]
 
 

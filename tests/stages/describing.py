@@ -38,10 +38,11 @@ def with_ends(checkpoint: Path, folder: Path) -> Path:
 def describing(
     project: Callable[..., Project], tiny: Callable[[str], Path], kind: str = "kandinsky5-image-t2i", **caption: Any
 ) -> Project:
-    """A project without media whose `caption` describes small pictures without a caption."""
+    """A project without media whose `caption` describes small pictures without a caption. All of a process have one
+    checkpoint, whose files are hashed once."""
     home = project(kind, caption=SMALL | caption)
-    model = home.folder / "model"
-    home.settings["model"]["path"] = str(with_ends(tiny(kind), model))
+    model = home.folder.parents[1] / f"describing-{kind}"
+    home.settings["model"]["path"] = str(model if model.exists() else with_ends(tiny(kind), model))
     home.settings["stages"] |= {"caption": {"threads": 1, "readers": 1}, "max_reject_fraction": 1.0}
     return home
 

@@ -45,10 +45,23 @@ def files(project):
 
 @pytest.fixture
 def photos(project):
-    home = project()
+    return add_four(project())
+
+
+def add_four(home):
     for number in range(4):
         home.image(f"{number}.png", (96, 64 + 32 * (number % 2)), f"picture {number}", seed=number)
     return home
+
+
+def plan_four(home):
+    plan(add_four(home))
+
+
+@pytest.fixture
+def planned(project, built):
+    """The photographs with their first plan."""
+    return built(project(), plan_four)
 
 
 @pytest.mark.slow
@@ -73,12 +86,11 @@ def test_new_removed_and_changed_items_are_listed(photos):
 
 
 @pytest.mark.slow
-def test_only_what_is_new_is_planned_again(photos):
-    plan(photos)
-    store = Store(photos.root)
+def test_only_what_is_new_is_planned_again(planned):
+    store = Store(planned.root)
     before = {name for kind in ("latents", "text") for name in plans.planned_ids(store, kind).to_pylist()}
-    (photos.media / "1.txt").write_text("another caption")
-    report = plan(photos)
+    (planned.media / "1.txt").write_text("another caption")
+    report = plan(planned)
     assert report.done == 1, "only a text is new, because the picture is unchanged"
     assert report.details["new_units"] == {"latents": 0, "text": 1}
     after = {name for kind in ("latents", "text") for name in plans.planned_ids(store, kind).to_pylist()}
@@ -116,7 +128,7 @@ def test_a_bucket_smaller_than_a_batch_is_warned_about_with_what_helps(photos):
 def test_a_lite_video_model_is_warned_of_sizes_that_it_was_not_made_for(project):
     home = project("kandinsky5-video-t2v")
     home.settings["datasets"][0] |= {"resolution": 512}
-    home.video("a.mp4", size=(1280, 720), frames=12)
+    home.video("a.mp4", size=(128, 72), frames=12)
     home.run(discover.run)
     report, text = run_with_output(home, bucket)
     assert report.details["buckets"][0]["bucket"] == "688x384@9"
@@ -165,17 +177,16 @@ def test_it_refuses_only_when_nothing_could_be_trained(photos, override, words):
         photos.run(bucket.run, override)
 
 
-def test_a_plan_of_another_version_is_none(photos):
-    plan(photos)
-    store = Store(photos.root)
+def test_a_plan_of_another_version_is_none(planned):
+    store = Store(planned.root)
     (name,) = plans.list_plans(store)
     old_name = name[:-12] + "0" * 12
-    os.rename(photos.root / "plans" / name, photos.root / "plans" / old_name)
+    os.rename(planned.root / "plans" / name, planned.root / "plans" / old_name)
     record = plans.load_plan(store, old_name).info
     store.publish_record(f"plans/{old_name}/plan.json", record.model_copy(update={"key": "0" + record.key}))
     with pytest.raises(LatentpressError, match="plan"):
-        current_plan(store, photos.config())
-    assert plan(photos).details["generation"].startswith("000002-")
+        current_plan(store, planned.config())
+    assert plan(planned).details["generation"].startswith("000002-")
 
 
 @pytest.mark.long
@@ -210,19 +221,18 @@ def test_a_plan_that_was_made_on_other_plans_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_removed_is_planned_again(photos):
+def test_what_was_removed_is_planned_again(planned):
     """A generation with all samples; the next generation has one text and no samples."""
-    plan(photos)
-    store = Store(photos.root)
+    store = Store(planned.root)
     (first,) = plans.list_plans(store)
-    (photos.media / "1.txt").write_text("another caption")
-    plan(photos)
-    second = current_plan(store, photos.config())
+    (planned.media / "1.txt").write_text("another caption")
+    plan(planned)
+    second = current_plan(store, planned.config())
     assert second.is_complete and not len(second.own_table("samples"))
-    shutil.rmtree(photos.root / "plans" / first)
-    assert not current_plan(store, photos.config()).is_complete
-    assert plan(photos).details["new_units"]["latents"] > 0
-    assert current_plan(store, photos.config()).is_complete
+    shutil.rmtree(planned.root / "plans" / first)
+    assert not current_plan(store, planned.config()).is_complete
+    assert plan(planned).details["new_units"]["latents"] > 0
+    assert current_plan(store, planned.config()).is_complete
 
 
 def test_rows_are_found_by_their_id_and_the_first_of_equal_ones_counts():
@@ -258,16 +268,15 @@ def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", ["pipe", "folder", "link to itself"])
-def test_a_plan_of_which_a_file_is_none_is_planned_again(photos, odd) -> None:
-    plan(photos)
-    [name] = plans.list_plans(Store(photos.root))
-    table = photos.root / "plans" / name / "texts.arrow"
+def test_a_plan_of_which_a_file_is_none_is_planned_again(planned, odd) -> None:
+    [name] = plans.list_plans(Store(planned.root))
+    table = planned.root / "plans" / name / "texts.arrow"
     content = table.read_bytes()
     table.unlink()
     if odd == "link to itself":
         table.symlink_to(table.name)
     else:
         os.mkfifo(table) if odd == "pipe" else table.mkdir()
-    photos.run(bucket.run)
-    assert f"damaged/plans/{name}.1" in photos.said
-    assert table.read_bytes() == content and plans.list_plans(Store(photos.root)) == [name]
+    planned.run(bucket.run)
+    assert f"damaged/plans/{name}.1" in planned.said
+    assert table.read_bytes() == content and plans.list_plans(Store(planned.root)) == [name]

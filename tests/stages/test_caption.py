@@ -24,14 +24,27 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def photos(project: Any, tiny: Any) -> Project:
+def photos(project: Any, tiny: Any, built: Any) -> Project:
     """Six pictures of two shapes without a caption, and one with a caption."""
-    home = describing(project, tiny)
+    return built(describing(project, tiny), discover_seven)
+
+
+@pytest.fixture
+def described(project: Any, tiny: Any, built: Any) -> Project:
+    """The same pictures with the captions of the model."""
+    return built(describing(project, tiny), describe_six)
+
+
+def discover_seven(home: Project) -> None:
     for number in range(6):
         home.image(f"{number}.png", (64, 48) if number % 3 else (48, 64), None, number)  # type: ignore[arg-type]
     home.image("own.png", (64, 48), "a cat", 9)
     home.run(discover.run)
-    return home
+
+
+def describe_six(home: Project) -> None:
+    discover_seven(home)
+    home.run(caption.run)
 
 
 def test_greedy_captions_are_those_of_generate_one_at_a_time(photos: Project) -> None:
@@ -71,17 +84,14 @@ def test_only_what_has_no_caption_is_described_and_then_nothing_is_left(photos: 
     assert rows["caption"]["done"] == first.done and rows["caption"]["rejected"] == len(first.rejects)
 
 
-def test_a_partition_and_workers_make_the_same_shards(photos: Project, is_long: bool) -> None:
-    second_project = Project(photos.folder.with_name("other"), photos.settings)
-    shutil.copytree(photos.folder, second_project.folder, symlinks=True)
-    photos.run(caption.run)
+def test_a_partition_and_workers_make_the_same_shards(photos: Project, described: Project, is_long: bool) -> None:
     for part in ("0/2", "1/2"):
-        second_project.run(caption.run, shard=part)
-    assert second_project.shards("captions") == photos.shards("captions") and len(photos.shards("captions")) > 1
+        photos.run(caption.run, shard=part)
+    assert photos.shards("captions") == described.shards("captions") and len(photos.shards("captions")) > 1
     if is_long:
-        shutil.rmtree(second_project.root / "captions")
-        second_project.run(caption.run, workers=2)
-        assert second_project.shards("captions") == photos.shards("captions")
+        shutil.rmtree(photos.root / "captions")
+        photos.run(caption.run, workers=2)
+        assert photos.shards("captions") == described.shards("captions")
 
 
 def test_bucket_waits_for_captions_and_plans_them(photos: Project) -> None:
@@ -100,36 +110,34 @@ def test_bucket_waits_for_captions_and_plans_them(photos: Project) -> None:
     )
 
 
-def test_damage_is_named_before_a_plan_is_made_of_it(photos: Project) -> None:
-    photos.run(caption.run)
-    path = max((photos.root / "captions").glob("*/*.arrow"), key=lambda path: path.stat().st_size)
+def test_damage_is_named_before_a_plan_is_made_of_it(described: Project) -> None:
+    path = max((described.root / "captions").glob("*/*.arrow"), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
     data[data.rindex(b'{"captions":["') + 15] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamageError, match="checksum") as caught:
-        photos.run(bucket.run)
+        described.run(bucket.run)
     assert path.name in caught.value.message and "caption" in caught.value.next_step
 
 
-def test_captions_are_verified_repaired_and_kept_by_gc(photos: Project) -> None:
+def test_captions_are_verified_repaired_and_kept_by_gc(described: Project) -> None:
     """Also if a dataset names the set of captions; captions of other settings are removed."""
-    photos.run(caption.run)
-    photos.run(bucket.run)
-    write_edit(Store(photos.root), "0" * 32, ["by hand"])
-    shards = photos.shards("captions")
-    assert photos.run(verify.run).exit_code == 0
+    described.run(bucket.run)
+    write_edit(Store(described.root), "0" * 32, ["by hand"])
+    shards = described.shards("captions")
+    assert described.run(verify.run).exit_code == 0
     name = max((name for name in shards if not name.startswith("edits/")), key=lambda name: len(shards[name]))
-    (photos.root / "captions" / name).write_bytes(shards[name][:-40])
-    assert photos.run(verify.run).exit_code == 4
-    assert photos.run(verify.run, repair=True).details["encoded_again"] == 1
-    assert photos.shards("captions") == shards
-    photos.run(gc.run, keep_days=0, yes=True)
-    assert photos.shards("captions") == shards
+    (described.root / "captions" / name).write_bytes(shards[name][:-40])
+    assert described.run(verify.run).exit_code == 4
+    assert described.run(verify.run, repair=True).details["encoded_again"] == 1
+    assert described.shards("captions") == shards
+    described.run(gc.run, keep_days=0, yes=True)
+    assert described.shards("captions") == shards
     folder = f"captions/{name.partition('/')[0]}"
     named = f"datasets.photos.caption_sets=[{folder.partition('/')[2]}]"
-    photos.run(discover.run, "datasets.photos.make_captions=none")
+    described.run(discover.run, "datasets.photos.make_captions=none")
     for overrides, more in (((), True), ((named,), False)):
         arguments = "datasets.photos.make_captions=none", "caption.prompts=[plain]", *overrides
-        photos.run(bucket.run, *arguments)
-        unused = photos.run(gc.run, *arguments, keep_days=0).details["unused"]
+        described.run(bucket.run, *arguments)
+        unused = described.run(gc.run, *arguments, keep_days=0).details["unused"]
         assert (folder in {row["path"] for row in unused if isinstance(row, dict)}) == more

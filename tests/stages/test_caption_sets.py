@@ -17,14 +17,27 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def photos(project: Any, tiny: Any) -> Project:
+def photos(project: Any, tiny: Any, built: Any) -> Project:
     """Four pictures without a caption, and one with a caption."""
-    home = describing(project, tiny, temperature=2.0)
+    return built(describing(project, tiny, temperature=2.0), discover_five)
+
+
+def discover_five(home: Project) -> None:
     for number in range(4):
         home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
     home.image("own.png", (64, 48), "a cat", 9)
     home.run(discover.run)
-    return home
+
+
+@pytest.fixture
+def described(project: Any, tiny: Any, built: Any) -> Project:
+    """The same pictures with the captions of the model."""
+    return built(describing(project, tiny, temperature=2.0), describe_four)
+
+
+def describe_four(home: Project) -> None:
+    discover_five(home)
+    home.run(caption.run)
 
 
 def planned_texts(home: Project) -> dict[str, set[str]]:
@@ -95,21 +108,22 @@ def test_a_persons_caption_wins_then_that_of_a_file(photos: Project) -> None:
         assert texts["own.png"] == expected and texts[path] == {"by hand"}
 
 
-def test_files_are_written_beside_media_and_never_over_others(photos: Project) -> None:
-    photos.run(caption.run)
-    captions = written(photos)
+def test_files_are_written_beside_media_and_never_over_others(described: Project) -> None:
+    captions = written(described)
     first, *paths = sorted(captions)
-    (photos.media / first).with_suffix(".txt").write_text("mine")
-    before = {path.name for path in photos.media.iterdir()}
-    report = photos.run(caption.run, write_files=True)
+    (described.media / first).with_suffix(".txt").write_text("mine")
+    before = {path.name for path in described.media.iterdir()}
+    report = described.run(caption.run, write_files=True)
     assert report.details["files_written"] == len(paths) and report.details["files_there_before"] == 1
-    assert (photos.media / first).with_suffix(".txt").read_text() == "mine"
+    assert (described.media / first).with_suffix(".txt").read_text() == "mine"
     for path in paths:
-        assert (photos.media / path).with_suffix(".txt").read_text() == "".join(f"{text}\n" for text in captions[path])
-    assert {path.name for path in photos.media.iterdir()} == before | {path.replace("png", "txt") for path in paths}
-    photos.settings["datasets"][0] |= {"caption_strategy": "filename"}
+        assert (described.media / path).with_suffix(".txt").read_text() == "".join(
+            f"{text}\n" for text in captions[path]
+        )
+    assert {path.name for path in described.media.iterdir()} == before | {path.replace("png", "txt") for path in paths}
+    described.settings["datasets"][0] |= {"caption_strategy": "filename"}
     with pytest.raises(LatentpressError, match=r"photos .folder, filename."):
-        photos.run(caption.run, write_files=True)
+        described.run(caption.run, write_files=True)
 
 
 def test_no_file_is_written_for_two_items_of_one_name(photos: Project) -> None:
@@ -123,12 +137,12 @@ def test_no_file_is_written_for_two_items_of_one_name(photos: Project) -> None:
     assert report.details["same_name_without_a_file"] == len({"0.png", "0.webp", "1.png"} & {*written(photos)})
 
 
-def test_temporary_files_of_a_killed_run_are_removed(photos: Project) -> None:
-    temporary = photos.media / f".0.txt.{'0' * 16}.tmp"
-    user_files = [photos.media / name for name in (".0.txt.tmp", f".a.arrow.{'0' * 16}.tmp")]
+def test_temporary_files_of_a_killed_run_are_removed(described: Project) -> None:
+    temporary = described.media / f".0.txt.{'0' * 16}.tmp"
+    user_files = [described.media / name for name in (".0.txt.tmp", f".a.arrow.{'0' * 16}.tmp")]
     for path in (temporary, *user_files):
         path.write_text("a c")
-    photos.run(caption.run, write_files=True)
+    described.run(caption.run, write_files=True)
     assert not temporary.exists() and all(path.exists() for path in user_files)
 
 

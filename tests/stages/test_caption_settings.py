@@ -28,12 +28,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def photos(project: Any, tiny: Any) -> Project:
-    home = describing(project, tiny, repetition_penalty=1.5)
+def photos(project: Any, tiny: Any, built: Any) -> Project:
+    return built(describing(project, tiny, repetition_penalty=1.5), discover_four)
+
+
+def discover_four(home: Project) -> None:
     for number in range(4):
         home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
     home.run(discover.run)
-    return home
 
 
 @pytest.mark.parametrize(
