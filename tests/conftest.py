@@ -117,6 +117,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         return (yield)
     finally:
         item.user_properties.append(("cpu_s", _cpu_s() - before))
+        if "torch" in sys.modules:  # a program with more threads would leave them to the tests after this one
+            sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -100,6 +100,9 @@ class Project:
 SETTINGS = {name: {"family": row.family, "flavour": row.flavour} for name, row in ROWS.items()}
 CHECKPOINTS = {name: row.checkpoint or name for name, row in ROWS.items()}
 
+#: Stages with one thread each: tiny models are no faster on two, and threads take processor time while they wait.
+COMPUTING = ("encode-text", "encode-latents", "encode-vision", "decode", "score")
+
 
 def make_project(folder: Path, name: str, checkpoint: Path, **settings: Any) -> Project:
     """A project in the empty folder with one dataset "photos" and no media yet. name: row of the conformance suite."""
@@ -114,7 +117,7 @@ def make_project(folder: Path, name: str, checkpoint: Path, **settings: Any) -> 
         "cache": {"unit_mib": 0.02},
         "model": {**SETTINGS[name], "path": str(checkpoint), "precision": "float32"},
         "datasets": [dataset],
-        "stages": {"encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
+        "stages": {name: {"threads": 1} for name in COMPUTING},
     }
     if get_flavour(**SETTINGS[name]).experts:
         settings["train"] = {"experts": "high"} | settings.get("train", {})
