@@ -22,7 +22,7 @@ from trainer.batch import Batch
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Context in which models and adapters are made on the meta device. Their weights are not initialized, because
-    PyTorch takes as long for it as for everything else there."""
+    initialization would take as long as everything else."""
     with torch.device("meta"), no_init_weights():
         yield
 

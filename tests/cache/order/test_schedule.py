@@ -102,7 +102,6 @@ def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoc
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
 @given(spans(), st.integers(0, 99), st.integers(0, 4), st.integers(1, 40))
 def test_within_an_epoch_no_row_has_a_pass_twice(plan_spans, seed, epoch, size) -> None:
     """Fill included: a sample with enough captions shows another one each time."""
@@ -132,7 +131,6 @@ def test_weights_in_words() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
 @given(spans(), st.integers(0, 99), st.sampled_from([1, 2, 3, 4, 6]), st.integers(0, 40))
 def test_positions_count_through_a_step(plan_spans, seed, batch_size, step) -> None:
     """Any number of ranks shares them: rank r takes numbers r, r + R, ... of the list."""
@@ -157,7 +155,6 @@ def test_positions_count_through_a_step(plan_spans, seed, batch_size, step) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
 @given(spans(), st.integers(0, 99), st.integers(1, 4), st.sampled_from([2, 3, 4]), st.integers(0, 3))
 def test_a_step_is_of_one_bucket_or_of_neighbours_in_cost(plan_spans, seed, batch_size, count, epoch) -> None:
     """At most one step of an epoch begins or ends in each bucket's list without being of that bucket alone."""
@@ -183,7 +180,6 @@ MANY_BUCKETS = (*LEADING, "832x1216@1", "512x512@1", "256x240@1")
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
 @given(
     st.permutations(MANY_BUCKETS),
     st.lists(st.integers(1, 90), min_size=8, max_size=8),
@@ -267,7 +263,6 @@ def test_leftovers_are_filled_and_short_buckets_named() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
 @given(st.integers(1, 7), st.integers(0, 6), st.integers(1, 5), st.integers(0, 999))
 def test_every_alternative_is_seen_as_often(count, extra, alternatives, seed) -> None:
     """Over as many passes as there are alternatives (in repeats or epochs), each caption is drawn equally often."""
