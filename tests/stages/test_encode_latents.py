@@ -68,6 +68,7 @@ def test_no_write_permission_is_named(planned) -> None:
         expect(planned, "permission denied")()
 
     saved = planned.config()
+    planned.run(encode_latents.run, dry_run=True)  # hashes the checkpoint, which the child may not be permitted to read
     assert in_child(work) == 0
     assert planned.shards("latents") == {}
 
