@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def test_no_write_permission_is_named(planned) -> None:
         expect(planned, "permission denied")()
 
     saved = planned.config()
-    planned.run(encode_latents.run, dry_run=True)  # hashes the checkpoint, which the child may not be permitted to read
+    planned.run(encode_latents.run)  # imports and hashes files that the child may not be permitted to read
+    shutil.rmtree(planned.root / "latents")
     assert in_child(work) == 0
     assert planned.shards("latents") == {}
 
