@@ -67,6 +67,8 @@ def configurations(folder: Path, revision: str | None) -> Iterator[tuple[str, Pa
         settings["model"] = {"family": family, "flavour": flavour, "revision": revision}
         if FAMILIES[family].flavours[flavour].experts:
             settings["train"] = {"experts": "both"}
+        if FAMILIES[family].flavours[flavour].assistant:  # training needs it or guidance
+            settings["train"] = {"guidance": {"scale": 2.0}}
         path = folder / f"{flavour}.json"
         path.write_text(json.dumps(settings))
         yield flavour, path
