@@ -145,9 +145,9 @@ def test_ctrl_c_again_ends_it_and_its_children_at_once_and_sigterm_again_does_no
     with pytest.raises(subprocess.TimeoutExpired):
         program.wait(0.5)
     program.send_signal(signal.SIGINT)
-    assert program.wait(10) == INTERRUPTED
-    alive = {number for number, _, _ in processes()}
-    assert len(children) == 2 and not alive & {*children}
+    assert program.wait(LIMIT_S) == INTERRUPTED
+    assert len(children) == 2
+    until(lambda: not {*children} & {number for number, _, _ in processes()}, "the end of its children")
 
 
 @pytest.mark.parametrize("handled", [True, False])
@@ -194,11 +194,11 @@ def test_a_program_that_was_not_started_by_another_watches_nothing(monkeypatch: 
 
 PROGRAMS = ("run", "train", "queue", "ui", "discover", "status", "encode-text", "bucket")
 START_S = 3.0  # in which a program has begun to work
-ENDS_S = 10.0  # in which each program ends, after the second signal
+ENDS_S = 60.0  # in which each program ends, after the second signal
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(1, 1), pytest.param(2, 200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+    ("seed", "count"), [(1, 4), pytest.param(2, 200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 )
 def test_programs_end_at_ctrl_c_at_any_moment_of_their_start(project, seed: int, count: int) -> None:
     """Imports included: nothing is raised in them, and no lock stays held."""
